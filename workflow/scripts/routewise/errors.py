@@ -1,0 +1,58 @@
+"""The one error that a user's mistake, or a fault that a user can mend, ends in."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
+
+P = ParamSpec("P")
+
+EXIT_AS_CLAIMED = 0
+EXIT_DIFFERS = 1
+EXIT_NOT_MEASURED = 2
+
+
+class RoutewiseError(Exception):
+    """A problem that names what was found, what was wanted, and the next thing to try.
+
+    Parameters
+    ----------
+    problem
+        What is wrong: the file, key or cell, the value found, the value wanted.
+    hint
+        The next thing to try, or None where nothing useful can be said.
+    """
+
+    def __init__(self, problem: str, hint: str | None = None) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.problem if self.hint is None else f"{self.problem}\n  try: {self.hint}"
+
+
+def report_errors(main: Callable[P, int | None]) -> Callable[P, int]:
+    """Wrap a script's ``main``: a RoutewiseError becomes a message and exit code 2, no traceback."""
+
+    @wraps(main)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            return main(*args, **kwargs) or EXIT_AS_CLAIMED
+        except RoutewiseError as error:
+            print(f"routewise: {error}", file=sys.stderr)
+            return EXIT_NOT_MEASURED
+        except OSError as error:
+            if error.errno is None:
+                raise
+            print(
+                f"routewise: {error.strerror}: {error.filename or ''}\n"
+                "  try: check free space (df) and permissions; what was measured is kept, "
+                "run the same command again",
+                file=sys.stderr,
+            )
+            return EXIT_NOT_MEASURED
+
+    return wrapped

@@ -1,0 +1,481 @@
+"""The study's three figures, drawn from its Parquet tables; the same tables give the same bytes.
+
+No figure touches matplotlib's global state: each is a Figure of its own, drawn by Agg, with fixed
+identifiers and without a date. Colours are from the colour-blind-safe set of Okabe and Ito.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from routewise.price import price_rows
+from routewise.table import variant_key
+
+#: Bits equal, a difference that leaves the greedy token, a flip, and rows that cannot be compared.
+EQUAL_COLOUR = "#C9DCEA"
+MOVED_COLOUR = "#0072B2"
+FLIP_COLOUR = "#D55E00"
+INVALID_COLOUR = "#000000"
+ROUTE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+ROUTE_MARKERS = ("o", "s", "D", "^", "v", "P")
+
+#: KV positions at which kernels are known to change their way of summing.
+GATES = (128, 256, 384, 512)
+
+_BINS = 160  # columns of the heat map at most
+_STYLE: dict[str, Any] = {
+    "axes.grid": False,
+    "axes.titlesize": 10,
+    "axes.labelsize": 9,
+    "figure.dpi": 100,
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "savefig.dpi": 160,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "routewise",
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+}
+
+
+def save_figure(figure: Figure, files: Sequence[Path]) -> None:
+    """Write a figure to files (``.svg`` or ``.png``), without dates or program names in them."""
+    with _styled():
+        for path in files:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+            figure.savefig(path, metadata=metadata)
+
+
+def _figure(width: float, height: float) -> Figure:
+    """Return an empty figure of a size in inches, drawn by Agg and laid out by itself."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _styled() -> AbstractContextManager[None]:
+    """Return a context in which figures have our style, whatever the user's own settings say."""
+    settings: Any = {**mpl.rcParamsDefault, **sns.axes_style("ticks"), **_STYLE}
+    settings.pop("backend", None)
+    return mpl.rc_context(settings)
+
+
+def _nothing(message: str) -> Figure:
+    """Return a figure that says why there is nothing to see."""
+    with _styled():
+        figure = _figure(6.0, 1.6)
+        figure.text(0.5, 0.5, message, ha="center", va="center")
+        return figure
+
+
+def _panels(
+    rows: pd.DataFrame, width: float, height: float, foot: float
+) -> tuple[Figure, dict[tuple[str, str], Axes], list[str], list[str]]:
+    """Return a grid of axes, a row per model and a column per route, keyed (route, model).
+
+    ``width`` and ``height`` are of one panel, ``foot`` is what legend and caption take, in inches.
+    """
+    routes = list(dict.fromkeys(rows["route"]))
+    models = list(dict.fromkeys(rows["model"]))
+    width *= min(1.0, 0.3 + 1.4 / len(routes))
+    figure = _figure(width * len(routes) + 0.9, height * len(models) + foot)
+    grid = figure.subplots(len(models), len(routes), sharex=True, sharey=True, squeeze=False)
+    axes = {}
+    for down, model in enumerate(models):
+        for across, route in enumerate(routes):
+            panel = axes[(route, model)] = grid[down, across]
+            panel.set_title(route if len(models) == 1 else f"{route}, {model}", loc="left")
+    sns.despine(figure)
+    return figure, axes, routes, models
+
+
+def _sorted_study(rows: pd.DataFrame, study: Mapping[str, Any]) -> pd.DataFrame:
+    """Return replay rows without width 1, ordered by the study's routes and models."""
+    sweep = study.get("sweeps", {}).get("replay", {})
+    rows = rows[rows["variant"] != "w1"]
+    order = rows.assign(
+        _route=rows["route"].map(_places(sweep.get("routes", []))),
+        _model=rows["model"].map(_places(sweep.get("models", []))),
+    )
+    return order.sort_values(["_route", "_model"], kind="stable")
+
+
+def _places(names: Sequence[str]) -> dict[str, int]:
+    return {name: place for place, name in enumerate(names)}
+
+
+def variant_label(variant: str) -> str:
+    """Return what an axis calls a variant: the number of tokens a pass, or the shape."""
+    return variant[1:] if variant[:1] == "w" and variant[1:].isdigit() else variant
+
+
+def _valid(rows: pd.DataFrame) -> pd.Series:
+    """Say which rows may be believed: of a valid cell, finite and compared."""
+    return rows["cell_valid"] & (rows["status"] == "ok") & rows["bits_equal"].notna()
+
+
+def _counts(rows: pd.DataFrame) -> str:
+    """Return the n of a caption: rows compared, prompts, and what was left out."""
+    valid = _valid(rows)
+    text = (
+        f"n = {int(valid.sum()):,} positions compared, "
+        f"{rows.loc[valid, 'prompt_id'].nunique()} prompts"
+    )
+    left_out = int((~valid).sum())
+    return text + (f"; {left_out:,} invalid rows are not counted" if left_out else "")
+
+
+def draw_delta_by_position(rows: pd.DataFrame, study: Mapping[str, Any]) -> Figure:
+    """Return a heat map per route: the largest logit difference by KV position and width.
+
+    ``rows`` are of study_replay. Positions share a column where there are more than 160; where
+    the bits of all rows of a field are equal it has a colour of its own, where one is invalid it
+    is black, where nothing was measured it is white.
+    """
+    rows = _sorted_study(rows, study)
+    if rows.empty:
+        return _nothing("No replay was measured.")
+    variants = sorted(set(rows["variant"]), key=variant_key)
+    first = int(rows["kv_position"].min())
+    last = int(rows["kv_position"].max())
+    step = max(1, -(-(last - first + 1) // _BINS))
+    edges = np.arange(first, last + step + 1, step)
+    moved = rows[_valid(rows) & ~rows["bits_equal"].eq(True)]
+    seen = moved.loc[moved["logit_delta_max"] > 0, "logit_delta_max"]
+    norm = _log_norm(seen)
+    with _styled():
+        figure, axes, routes, models = _panels(rows, 4.2, 0.9 + 0.2 * len(variants), foot=1.0)
+        colours = mpl.colormaps["plasma_r"]
+        for (route, model), panel in axes.items():
+            mine = rows[(rows["route"] == route) & (rows["model"] == model)]
+            image = _heat_map(mine, variants, edges, norm, colours)
+            panel.pcolormesh(edges - 0.5, np.arange(len(variants) + 1), image, rasterized=True)
+            panel.set_yticks(
+                np.arange(len(variants)) + 0.5, [variant_label(name) for name in variants]
+            )
+            panel.tick_params(axis="y", length=0)
+            panel.set_ylim(len(variants), 0)
+            for gate in GATES:
+                if first < gate <= last:
+                    panel.axvline(gate - 0.5, color="white", linewidth=1.6, alpha=0.8)
+                    panel.axvline(gate - 0.5, color="0.2", linewidth=0.8, linestyle=(0, (2, 2)))
+        for route in routes:
+            axes[(route, models[-1])].set_xlabel("KV position (tokens)")
+        for model in models:
+            axes[(routes[0], model)].set_ylabel("tokens a pass, or shape")
+        scale = mpl.cm.ScalarMappable(norm=norm, cmap=colours)
+        bar = figure.colorbar(
+            scale,
+            ax=list(axes.values()),
+            pad=0.015,
+            aspect=18,
+            extend="min",
+            ticks=_scale_ticks(norm),
+            format=FuncFormatter(lambda value, _: f"{value:g}"),
+        )
+        bar.set_label("largest |Δ logit| (logits)")
+        bar.ax.yaxis.set_minor_formatter(NullFormatter())
+        handles: list[Artist] = [Patch(facecolor=EQUAL_COLOUR, label="all bits equal")]
+        if not _valid(rows).all():
+            handles.append(Patch(facecolor=INVALID_COLOUR, label="invalid"))
+        if any(first < gate <= last for gate in GATES):
+            handles.append(
+                Line2D([], [], color="0.35", linewidth=0.9, linestyle=":", label="multiple of 128")
+            )
+        figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
+        _caption(figure, f"{_counts(rows)}; {step} KV position{'s' * (step > 1)} a column.")
+        return figure
+
+
+def _log_norm(seen: pd.Series) -> LogNorm:
+    """Return a logarithmic scale over the differences that were seen, its ends 1, 2 or 5."""
+    if seen.empty:
+        return LogNorm(1e-3, 10.0)
+    steps = _scale_steps()
+    high = steps[np.searchsorted(steps, float(seen.max()))]
+    low = steps[np.searchsorted(steps, float(seen.quantile(0.02)), side="right") - 1]
+    return LogNorm(min(low, high / 10.0), high)
+
+
+def _scale_steps() -> np.ndarray:
+    """Return 1, 2 and 5 of every decade that a float32 difference can have."""
+    return np.outer(10.0 ** np.arange(-46.0, 40.0), [1.0, 2.0, 5.0]).ravel()
+
+
+def _scale_ticks(norm: LogNorm) -> np.ndarray:
+    """Return where the scale is numbered: at 1, 2 and 5, or at whole decades where it is long."""
+    low, high = float(norm.vmin or 0.0), float(norm.vmax or 0.0)
+    steps = _scale_steps() if high / low <= 1e3 else 10.0 ** np.arange(-46.0, 40.0)
+    return steps[(steps >= low * 0.999) & (steps <= high * 1.001)]
+
+
+def _heat_map(
+    rows: pd.DataFrame,
+    variants: Sequence[str],
+    edges: np.ndarray,
+    norm: LogNorm,
+    colours: Any,
+) -> np.ndarray:
+    """Return an RGBA image, shape (variants, columns, 4), float in [0, 1]."""
+    image = np.ones((len(variants), len(edges) - 1, 4))
+    place = {name: index for index, name in enumerate(variants)}
+    fields = rows.assign(
+        _down=rows["variant"].map(place),
+        _across=np.digitize(rows["kv_position"], edges) - 1,
+        _bad=~_valid(rows),
+        _moved=~rows["bits_equal"].eq(True),
+    ).groupby(["_down", "_across"], sort=False)
+    table = fields.agg(
+        delta=("logit_delta_max", "max"), bad=("_bad", "any"), moved=("_moved", "any")
+    )
+    down, across = (table.index.get_level_values(level).to_numpy() for level in (0, 1))
+    bad, moved = (table[name].to_numpy(dtype=bool) for name in ("bad", "moved"))
+    # Bits that differ only in the sign of a zero stand at the foot of the scale.
+    delta = np.maximum(table["delta"].fillna(0.0).to_numpy(dtype=float), float(norm.vmin or 0.0))
+    fields_rgba = colours(norm(delta))
+    fields_rgba[~moved] = mpl.colors.to_rgba(EQUAL_COLOUR)
+    fields_rgba[bad] = mpl.colors.to_rgba(INVALID_COLOUR)
+    image[down, across] = fields_rgba
+    return image
+
+
+def _caption(figure: Figure, text: str) -> None:
+    figure.supxlabel(text, fontsize=8, color="0.25", x=0.01, ha="left")
+
+
+def draw_flips_and_margins(rows: pd.DataFrame, study: Mapping[str, Any]) -> Figure:
+    """Return a strip per width and route: every position at its plain top-two margin.
+
+    ``rows`` are of study_replay. A position is drawn as a flip, as a difference that left the
+    greedy token, or as equal bits; flips and positions compared are counted at the right.
+    """
+    rows = _sorted_study(rows, study)
+    if rows.empty:
+        return _nothing("No replay was measured.")
+    variants = sorted(set(rows["variant"]), key=variant_key)
+    valid = rows[_valid(rows)]
+    positive = valid.loc[valid["plain_margin"] > 0, "plain_margin"]
+    floor = 10.0 ** np.floor(np.log10(positive.quantile(0.002))) if len(positive) else 1e-3
+    with _styled():
+        figure, axes, routes, models = _panels(rows, 4.2, 0.9 + 0.27 * len(variants), foot=1.0)
+        for (route, model), panel in axes.items():
+            for place, variant in enumerate(variants):
+                mine = valid[
+                    (valid["route"] == route)
+                    & (valid["model"] == model)
+                    & (valid["variant"] == variant)
+                ]
+                flips = _strip(panel, mine, place, float(floor))
+                text = f"{flips} of {len(mine):,}" if len(mine) else "not compared"
+                panel.annotate(
+                    text,
+                    (1.01, place),
+                    xycoords=("axes fraction", "data"),
+                    va="center",
+                    fontsize=8,
+                    color=FLIP_COLOUR if flips else "0.35",
+                )
+            panel.annotate(
+                "flips",
+                (1.01, 1.0),
+                xycoords="axes fraction",
+                xytext=(0, 3),
+                textcoords="offset points",
+                fontsize=8,
+                color="0.35",
+            )
+            panel.set_xscale("log")
+            panel.set_yticks(range(len(variants)), [variant_label(name) for name in variants])
+            panel.tick_params(axis="y", length=0)
+            panel.set_ylim(len(variants) - 0.5, -0.5)
+            for place in range(len(variants) - 1):
+                panel.axhline(place + 0.5, color="0.92", linewidth=0.6, zorder=0)
+        for route in routes:
+            axes[(route, models[-1])].set_xlabel("plain top-two margin (logits)")
+        for model in models:
+            axes[(routes[0], model)].set_ylabel("tokens a pass, or shape")
+        handles = [
+            _dot(EQUAL_COLOUR, "bits equal"),
+            _dot(MOVED_COLOUR, "bits differ, same greedy token"),
+            _dot(FLIP_COLOUR, "greedy token flips"),
+        ]
+        figure.legend(handles=handles, loc="outside upper right", ncols=3)
+        ties = int((valid["plain_margin"] < floor).sum())
+        note = f"; {ties} margins below {floor:g} are drawn there" if ties else ""
+        _caption(figure, f"{_counts(rows)}{note}.")
+        return figure
+
+
+def _strip(panel: Axes, rows: pd.DataFrame, place: int, floor: float) -> int:
+    """Draw one variant's positions as a strip; return how many flips it has."""
+    equal = rows["bits_equal"].eq(True).to_numpy(dtype=bool)
+    flip = rows["argmax_flip"].eq(True).to_numpy(dtype=bool) & ~equal
+    margin = np.maximum(rows["plain_margin"].to_numpy(dtype=float), floor)
+    # The same shift for the same position in each strip and each drawing: golden-ratio steps.
+    order = rows["prompt_index"].to_numpy() * 1009 + rows["step"].to_numpy()
+    shift = ((order * 0.6180339887) % 1.0 - 0.5) * 0.62
+    for chosen, colour, size, alpha, layer in (
+        (equal, EQUAL_COLOUR, 5, 0.9, 1),
+        (~equal & ~flip, MOVED_COLOUR, 5, 0.55, 2),
+        (flip, FLIP_COLOUR, 16, 1.0, 3),
+    ):
+        panel.scatter(
+            margin[chosen],
+            place + shift[chosen],
+            s=size,
+            color=colour,
+            alpha=alpha,
+            linewidths=0,
+            zorder=layer,
+            rasterized=len(rows) > 400,
+        )
+    return int(flip.sum())
+
+
+def _dot(colour: str, label: str) -> Line2D:
+    return Line2D([], [], color=colour, marker="o", linestyle="none", markersize=5, label=label)
+
+
+def draw_price_by_width(cost: pd.DataFrame, study: Mapping[str, Any]) -> Figure:
+    """Return pass time by width: to width 1 of the same route, and to the reference route.
+
+    ``cost`` are rows of study_cost. Bars are the 95 % interval of the median over rounds, bands
+    the quartiles of the rounds' own ratios.
+    """
+    prices = price_rows(study, cost, {})
+    if not any(row["n"] for row in prices):
+        return _nothing("No pass was timed on a quiet machine.")
+    models = list(dict.fromkeys(row["model"] for row in prices))
+    routes = list(dict.fromkeys(row["route"] for row in prices))
+    widths = sorted({row["width"] for row in prices})
+    compared = any(row["ratio_to_reference"] is not None for row in prices)
+    with _styled():
+        across = 2 if compared else 1
+        figure = _figure(4.4 * across + 0.4, 2.7 * len(models) + 0.9)
+        grid = figure.subplots(len(models), across, squeeze=False, sharex=True)
+        for down, model in enumerate(models):
+            for column in range(across):
+                key = ("ratio", "ratio_to_reference")[column]
+                panel = grid[down, column]
+                for number, route in enumerate(routes):
+                    mine = [row for row in prices if (row["route"], row["model"]) == (route, model)]
+                    _curve(panel, mine, key, number, len(routes), widths)
+                panel.axhline(1.0, color="0.6", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+                panel.set_xticks(range(len(widths)), [str(width) for width in widths])
+                panel.set_xlim(-0.5, len(widths) - 0.5)
+                panel.grid(axis="y", color="0.9", linewidth=0.6)
+                name = ("Price of width", "Price of exactness")[column]
+                panel.set_title(name if len(models) == 1 else f"{name}, {model}", loc="left")
+                panel.set_ylabel(
+                    (
+                        "pass time / pass time of 1 token",
+                        f"pass time / {_reference_name(prices)}'s",
+                    )[column]
+                )
+                if column == 0:
+                    panel.set_ylim(bottom=0)
+                else:
+                    _centre_on_one(panel)
+                if down == len(models) - 1:
+                    panel.set_xlabel("tokens a pass")
+        sns.despine(figure)
+        handles = [
+            Line2D([], [], color=_colour(number), marker=_marker(number), markersize=5, label=route)
+            for number, route in enumerate(routes)
+        ]
+        figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
+        _caption(figure, _price_caption(prices))
+        return figure
+
+
+def _curve(
+    panel: Axes,
+    rows: Sequence[Mapping[str, Any]],
+    key: str,
+    number: int,
+    n_routes: int,
+    widths: Sequence[int],
+) -> None:
+    """Draw one route's ratios with their intervals; routes stand a little beside each other."""
+    rows = [row for row in rows if row[key] is not None]
+    if not rows:
+        return
+    beside = (number - (n_routes - 1) / 2) * 0.12
+    at = np.array([widths.index(row["width"]) for row in rows]) + beside
+    value = np.array([row[key] for row in rows])
+    bounds = [row[f"{key}_interval"] for row in rows]
+    low = np.array([v if b is None else b["low"] for v, b in zip(value, bounds, strict=True)])
+    high = np.array([v if b is None else b["high"] for v, b in zip(value, bounds, strict=True)])
+    for place, row in zip(at, rows, strict=True):
+        quartiles = row[f"{key}_quartiles"]
+        if quartiles is not None:
+            panel.plot(
+                [place, place],
+                [quartiles["low"], quartiles["high"]],
+                color=_colour(number),
+                alpha=0.3,
+                linewidth=6,
+                solid_capstyle="butt",
+            )
+    panel.errorbar(
+        at,
+        value,
+        yerr=(value - low, high - value),
+        color=_colour(number),
+        marker=_marker(number),
+        markersize=4.5,
+        linewidth=1.2,
+        elinewidth=1.2,
+        capsize=2.5,
+    )
+
+
+def _colour(number: int) -> str:
+    return ROUTE_COLOURS[number % len(ROUTE_COLOURS)]
+
+
+def _marker(number: int) -> str:
+    return ROUTE_MARKERS[number % len(ROUTE_MARKERS)]
+
+
+def _reference_name(prices: Sequence[Mapping[str, Any]]) -> str:
+    names = {row["reference"] for row in prices if row["reference"]}
+    return names.pop() if len(names) == 1 else "the reference route"
+
+
+def _centre_on_one(panel: Axes) -> None:
+    """Show equal cost in the middle of the axis or near it, and never less than ± 10 %."""
+    low, high = panel.get_ylim()
+    reach = max(0.1, high - 1, 1 - low)
+    panel.set_ylim(1 - min(reach, max(0.1, 1.15 * (1 - low))), 1 + max(0.1, 1.05 * (high - 1)))
+
+
+def _price_caption(prices: Sequence[Mapping[str, Any]]) -> str:
+    counts = [row["n"] for row in prices]
+    contended = sum(row["n_contended"] for row in prices)
+    depths = sorted({row["depth"] for row in prices if row["depth"] is not None})
+    text = f"n = {min(counts)} to {max(counts)} quiet samples a point"
+    if contended:
+        text += f", {contended} contended ones left out"
+    if depths:
+        text += f"; {' and '.join(str(depth) for depth in depths)} tokens in the cache"
+    return text + ".\nPoints: median over paired rounds; bars: its 95 % interval; bands: quartiles."

@@ -1,0 +1,302 @@
+"""Source text by its meaning, and the one digest of all code that makes a measurement.
+
+A normalised text holds what a compiler or interpreter would see: comments and the amount of white
+space between tokens do not count, while string literals, raw strings, the end of a preprocessor
+line and white space that separates two tokens do. Two texts of one normalised digest compile to
+the same code; two texts that compile to the same code may have two digests (a rebuild too many is
+cheap, one too few is a lie). The rules are versioned: ``digest.RULES_VERSION``.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import re
+import tokenize
+from collections.abc import Iterable
+from pathlib import Path
+
+from routewise.digest import DigestCache, digest_of, sha256_bytes
+from routewise.errors import RoutewiseError
+
+#: A module-level tuple of this name lists files, relative to the module, that count as its code.
+EXTRA_FILES_NAME = "MEASURES_WITH"
+
+# ---------------------------------------------------------------------------------- C, C++, CUDA
+
+C_SUFFIXES = frozenset(
+    ".c .cc .cpp .cxx .cu .cuh .h .hh .hpp .hxx .inc .inl .m .mm .metal .cl .comp .glsl .wgsl".split()
+)
+CMAKE_SUFFIXES = frozenset({".cmake"})
+
+# Every branch begins with its own character, which lets the regex engine skip the rest fast. The
+# apostrophe of a number (1'000) opens no character literal; `u8'a'` and `case'a'` do.
+_C_LEXEME = re.compile(
+    rb"""
+      (?P<comment> //(?:[^\\\n]++|\\[\s\S])*+ | /\*[\s\S]*?\*/ )
+    | (?P<raw> R"(?:(?<!\w\w")|(?<=\b[uUL]R")|(?<=\bu8R"))
+               (?P<mark>[^()\\\s"]{0,16})\([\s\S]*?\)(?P=mark)" )
+    | "(?:[^"\\\n]++|\\[\s\S])*+"
+    | '(?:(?<![0-9a-fA-F]')|(?<=u8')|(?<=case'))(?:[^'\\\n]++|\\[\s\S])*+'
+    """,
+    re.VERBOSE,
+)
+_SPLICE = re.compile(rb"\\\r?\n")
+_BLANKS = re.compile(rb"[ \t\r\f\v]+")
+_DIRECTIVE = re.compile(rb"^ ?(#[^\n]*)$", re.MULTILINE)
+# Stands where a literal was; the literals follow the code in their order.
+_LITERAL = b"\x01"
+# A space may go where its neighbours could not merge into one longer token: beside a bracket, a
+# comma or a semicolon, between a word (or a literal) and punctuation, and between two punctuators
+# that begin no operator together.
+_FREE_SPACE = re.compile(
+    rb"""
+    [ ](?:
+        (?<=[(){}\[\];,][ ]) | (?=[(){}\[\];,])
+      | (?<=[\w\x01][ ])(?=[^\w.\x01]) | (?<=[^\w.\x01][ ])(?=[\w\x01])
+      | (?<=[^\w\x01][ ])(?=[^\w\x01])
+        (?! (?<=[-+*/%&|^<>=!][ ])= | (?<=\+[ ])\+ | (?<=-[ ])[->] | (?<=<[ ])[<:%] | (?<=>[ ])[>*]
+          | (?<=&[ ])& | (?<=\|[ ])\| | (?<=:[ ])[:>] | (?<=%[ ])[>:] | (?<=\.[ ])[.*]
+          | (?<=/[ ])[/*] | (?<=\*[ ])/ | (?<=\#[ ])\# | (?<=\?[ ]): )
+    )
+    """,
+    re.VERBOSE,
+)
+
+
+def normalise_c(text: bytes) -> bytes:
+    """Return C, C++ or CUDA source as its tokens: no comments, no idle white space.
+
+    Line continuations are joined; each preprocessor line stays a line of its own, with the
+    presence (not the amount) of its white space kept, since ``#define F(x)`` and
+    ``#define F (x)`` are two macros. Literals are kept to the byte.
+    """
+    literals: list[bytes] = []
+
+    def take(match: re.Match[bytes]) -> bytes:
+        if match["comment"] is not None:
+            return b" "
+        literal = match[0]
+        if match["raw"] is None:
+            literal = _SPLICE.sub(b"", literal)
+        literals.append(literal)
+        return _LITERAL
+
+    text = _C_LEXEME.sub(take, text.replace(_LITERAL, b"\\x01"))
+    if b"\\" in text:
+        text = _SPLICE.sub(b"", text)
+    pieces = _DIRECTIVE.split(_BLANKS.sub(b" ", text))
+    for index in range(0, len(pieces), 2):
+        pieces[index] = _FREE_SPACE.sub(b"", b" ".join(pieces[index].split()))
+    for index in range(1, len(pieces), 2):
+        pieces[index] = pieces[index].strip()
+    return b"\n".join(piece for piece in pieces if piece) + b"\x00" + b"\x00".join(literals)
+
+
+# ----------------------------------------------------------------------------------------- CMake
+
+_CMAKE_LEXEME = re.compile(
+    rb"""
+      (?P<comment> \#\[(?P<cmark>=*)\[[\s\S]*?\](?P=cmark)\] | \#[^\n]* )
+    | (?P<text> "(?:[^"\\]|\\[\s\S])*" | \[(?P<tmark>=*)\[[\s\S]*?\](?P=tmark)\] | \\[\s\S] )
+    """,
+    re.VERBOSE,
+)
+
+
+def normalise_cmake(text: bytes) -> bytes:
+    """Return a CMake file without comments and with each run of white space as one space."""
+    literals: list[bytes] = []
+
+    def take(match: re.Match[bytes]) -> bytes:
+        if match["comment"] is not None:
+            return b" "
+        literals.append(match[0])
+        return _LITERAL
+
+    text = _CMAKE_LEXEME.sub(take, text)
+    return b" ".join(text.split()) + b"\x00" + b"\x00".join(literals)
+
+
+# ---------------------------------------------------------------------------------------- Python
+
+_F_START = {getattr(tokenize, name, -1) for name in ("FSTRING_START", "TSTRING_START")} - {-1}
+_F_END = {getattr(tokenize, name, -1) for name in ("FSTRING_END", "TSTRING_END")} - {-1}
+_LAYOUT = {tokenize.INDENT: "\x02", tokenize.DEDENT: "\x03", tokenize.NEWLINE: "\x04"}
+
+
+def normalise_python(text: str) -> str:
+    """Return Python source as its tokens: no comments, docstrings, blank lines or layout width.
+
+    The result is the same under every Python version that can read the source: an f-string is
+    its source text. Raises SyntaxError or tokenize.TokenError for what is not Python.
+    """
+    lines = text.splitlines(keepends=True)
+    statement: list[str] = []
+    only_text = True  # so far, the statement is nothing but string literals
+    out: list[str] = []
+    depth = 0  # of nested f-strings
+    start = (0, 0)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        kind = token.type
+        if kind in _F_START:
+            start = token.start if depth == 0 else start
+            depth += 1
+        elif kind in _F_END:
+            depth -= 1
+            if depth == 0:
+                statement.append(_source_between(lines, start, token.end))
+                only_text = False
+        elif depth or kind in (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER):
+            continue
+        elif kind in _LAYOUT:
+            if kind == tokenize.NEWLINE:
+                if statement and not only_text:
+                    out.extend([*statement, _LAYOUT[kind]])
+                statement, only_text = [], True
+            else:
+                out.append(_LAYOUT[kind])
+        else:
+            statement.append(token.string)
+            only_text = only_text and kind == tokenize.STRING and not _is_f_string(token.string)
+    out.extend(statement)
+    return "\x00".join(out)
+
+
+def _is_f_string(literal: str) -> bool:
+    prefix = literal[: min(literal.find(quote) % 99 for quote in "'\"")].lower()
+    return "f" in prefix or "t" in prefix
+
+
+def _source_between(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
+    taken = lines[start[0] - 1 : end[0]]
+    taken[-1] = taken[-1][: end[1]]
+    taken[0] = taken[0][start[1] :]
+    return "".join(taken)
+
+
+# ------------------------------------------------------------------------------------ dispatching
+
+
+def normalised_bytes(name: str, data: bytes) -> bytes:
+    """Return the meaning of a source file's content, by the file's name; others unchanged."""
+    suffix = os.path.splitext(name)[1].lower()
+    if suffix in C_SUFFIXES:
+        return normalise_c(data)
+    if suffix in CMAKE_SUFFIXES or os.path.basename(name) == "CMakeLists.txt":
+        return normalise_cmake(data)
+    if suffix == ".py":
+        try:
+            return normalise_python(data.decode()).encode()
+        except (SyntaxError, ValueError, tokenize.TokenError):
+            return data
+    return data
+
+
+def normalised_digest(path: Path, cache: DigestCache | None = None) -> str:
+    """Return the normalised digest of a source file."""
+
+    def compute() -> str:
+        return sha256_bytes(normalised_bytes(os.fspath(path), Path(path).read_bytes()))
+
+    return compute() if cache is None else cache.get("meaning", path, compute)
+
+
+# --------------------------------------------------------------------------------- measuring code
+
+
+def code_files(script: Path) -> list[Path]:
+    """Return the script and every file of ours that it imports, however far down, sorted.
+
+    Ours is what lies in the script's folder or below it. Files that a module names in
+    ``MEASURES_WITH`` count too. Raises RoutewiseError where one of them does not exist.
+    """
+    root = Path(script).resolve().parent
+    found: set[Path] = set()
+    queue = [Path(script).resolve()]
+    while queue:
+        path = queue.pop()
+        if path in found:
+            continue
+        found.add(path)
+        if path.suffix != ".py":
+            continue
+        try:
+            tree = ast.parse(path.read_bytes(), str(path))
+        except FileNotFoundError as error:
+            raise RoutewiseError(
+                f"{path}: no such file, but a measurement is made with it"
+            ) from error
+        except SyntaxError as error:
+            raise RoutewiseError(
+                f"{path}:{error.lineno}: not valid Python ({error.msg})"
+            ) from error
+        queue.extend(_imports(tree, path, root))
+        queue.extend(_extra_files(tree, path))
+    return sorted(found)
+
+
+def code_digest(script: Path, cache: DigestCache | None = None) -> str:
+    """Return one digest of the meaning of a script and of everything of ours that it imports."""
+    root = Path(script).resolve().parent
+    return digest_of(
+        [
+            [os.path.relpath(path, root), normalised_digest(path, cache)]
+            for path in code_files(script)
+        ]
+    )
+
+
+def _imports(tree: ast.AST, path: Path, root: Path) -> Iterable[Path]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _module_files(root, alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            base = root
+            if node.level:
+                base = path.parent
+                for _ in range(node.level - 1):
+                    base = base.parent
+            module = node.module or ""
+            yield from _module_files(base, module)
+            for alias in node.names:
+                yield from _module_files(base, f"{module}.{alias.name}".lstrip("."))
+
+
+def _module_files(base: Path, module: str) -> Iterable[Path]:
+    """Yield the files that importing ``module`` runs: its packages and itself, where ours."""
+    here = base
+    for part in [part for part in module.split(".") if part]:
+        package = here / part / "__init__.py"
+        plain = here / f"{part}.py"
+        if package.is_file():
+            yield package
+        elif plain.is_file():
+            yield plain
+            return
+        else:
+            return
+        here = here / part
+
+
+def _extra_files(tree: ast.Module, path: Path) -> Iterable[Path]:
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign):
+            targets: list[ast.expr] = [node.target]
+        elif isinstance(node, ast.Assign):
+            targets = node.targets
+        else:
+            continue
+        named = any(isinstance(t, ast.Name) and t.id == EXTRA_FILES_NAME for t in targets)
+        if not named or node.value is None:
+            continue
+        for relative in ast.literal_eval(node.value):
+            extra = (path.parent / relative).resolve()
+            if not extra.is_file():
+                raise RoutewiseError(
+                    f"{path}: {EXTRA_FILES_NAME} names {relative}, which does not exist",
+                    "name files relative to the module",
+                )
+            yield extra

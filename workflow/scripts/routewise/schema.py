@@ -1,0 +1,189 @@
+"""One Arrow schema per table, and the Parquet files that carry them.
+
+Every file that Routewise writes goes through :func:`write_table`: the schema is the one declared
+here and never inferred, provenance travels in the file's own metadata under one key, and a file
+is whole or absent (written beside its final name, synced, then renamed).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from routewise.errors import RoutewiseError
+
+SCHEMA_VERSION = 1
+METADATA_KEY = b"routewise"
+
+HASH = pa.binary(16)
+
+#: Token ids of one prompt set under one model's template and tokenizer. One row per prompt.
+PROMPTS = pa.schema(
+    [
+        pa.field("prompt_index", pa.int32(), nullable=False),
+        pa.field("prompt_id", pa.string(), nullable=False),
+        pa.field("category", pa.string(), nullable=False),
+        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("n_asked", pa.int32(), nullable=False),  # tokens to decode after the prompt
+        pa.field("digest", pa.string(), nullable=False),  # SHA-256 of the token ids and n_asked
+    ]
+)
+
+#: The plain arm. One row per (prompt, step); step 0 is the row that the prefill ends in, step s
+#: the row after token s - 1 was decoded alone. ``token_id`` is the greedy choice of the row.
+PLAIN = pa.schema(
+    [
+        pa.field("prompt_index", pa.int32(), nullable=False),
+        pa.field("prompt_id", pa.string(), nullable=False),
+        pa.field("category", pa.string(), nullable=False),
+        pa.field("step", pa.int32(), nullable=False),
+        pa.field("kv_position", pa.int32(), nullable=False),  # of the token decoded last
+        pa.field("input_token_id", pa.int32(), nullable=False),
+        pa.field("token_id", pa.int32(), nullable=False),
+        pa.field("status", pa.string(), nullable=False),  # ok | invalid (NaN or infinity)
+        pa.field("n_nonfinite", pa.int32(), nullable=False),
+        pa.field("logits_hash", HASH, nullable=False),  # XXH3-128 of the raw float32 row
+        pa.field("top_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("top_logits", pa.list_(pa.float32()), nullable=False),
+        pa.field("top_bits", pa.list_(pa.uint32()), nullable=False),
+        pa.field("margin", pa.float32(), nullable=False),  # top-1 minus top-2 logit
+        pa.field("n_vocab", pa.int32(), nullable=False),
+    ]
+)
+
+#: The replay arm compared with the plain arm. One row per (prompt, step), step >= 1.
+REPLAY = pa.schema(
+    [
+        pa.field("prompt_index", pa.int32(), nullable=False),
+        pa.field("prompt_id", pa.string(), nullable=False),
+        pa.field("category", pa.string(), nullable=False),
+        pa.field("step", pa.int32(), nullable=False),
+        pa.field("kv_position", pa.int32(), nullable=False),
+        pa.field("input_token_id", pa.int32(), nullable=False),
+        pa.field("pass_index", pa.int32(), nullable=False),
+        pa.field("pass_width", pa.int32(), nullable=False),  # recorded tokens of this sequence
+        pa.field("pass_tokens", pa.int32(), nullable=False),  # all tokens, drafts and neighbours too
+        pa.field("batch_offset", pa.int32(), nullable=False),
+        pa.field("crosses_128", pa.bool_(), nullable=False),
+        pa.field("crosses_256", pa.bool_(), nullable=False),
+        pa.field("status", pa.string(), nullable=False),  # ok | invalid
+        pa.field("bits_equal", pa.bool_()),  # null where invalid
+        pa.field("n_differing", pa.int32()),  # logits whose bits differ
+        pa.field("n_zero_sign", pa.int32()),  # of these, -0.0 against +0.0
+        pa.field("logit_delta_max", pa.float32()),  # largest |replay - plain|
+        pa.field("logit_delta_max_id", pa.int32()),
+        pa.field("argmax_flip", pa.bool_()),
+        pa.field("plain_token_id", pa.int32(), nullable=False),
+        pa.field("replay_token_id", pa.int32(), nullable=False),
+        pa.field("kl_nats", pa.float64()),  # KL(plain || replay)
+        pa.field("plain_margin", pa.float32(), nullable=False),
+        pa.field("replay_margin", pa.float32(), nullable=False),
+        pa.field("plain_hash", HASH, nullable=False),
+        pa.field("replay_hash", HASH, nullable=False),
+        pa.field("plain_repeat_equal", pa.bool_(), nullable=False),  # this job's plain row = plain cell's
+    ]
+)
+
+#: Pass times. One row per sample; routes are interleaved within one job.
+COST = pa.schema(
+    [
+        pa.field("route", pa.string(), nullable=False),
+        pa.field("model", pa.string(), nullable=False),
+        pa.field("width", pa.int32(), nullable=False),
+        pa.field("round", pa.int32(), nullable=False),
+        pa.field("order", pa.int32(), nullable=False),  # place of the sample in the whole job
+        pa.field("depth", pa.int32(), nullable=False),  # tokens in the cache before the pass
+        pa.field("pass_ns", pa.int64(), nullable=False),
+        pa.field("load_1min", pa.float64(), nullable=False),
+        pa.field("other_cpu_share", pa.float64(), nullable=False),  # cores' share used by others
+        pa.field("contended", pa.bool_(), nullable=False),
+        pa.field("clock_mhz", pa.float64()),  # null where the machine does not tell
+    ]
+)
+
+TABLES: dict[str, pa.Schema] = {
+    "prompts": PROMPTS,
+    "plain": PLAIN,
+    "replay": REPLAY,
+    "cost": COST,
+}
+
+
+def table_of(name: str, columns: dict[str, Any]) -> pa.Table:
+    """Return columns (name -> sequence or array, all of one length) as the declared table.
+
+    Raises ValueError where a column is missing or too many, and pyarrow's error where a value
+    does not fit its type or a null stands where none may be.
+    """
+    schema = TABLES[name]
+    if set(columns) != set(schema.names):
+        missing = sorted(set(schema.names) - set(columns))
+        extra = sorted(set(columns) - set(schema.names))
+        raise ValueError(f"table {name}: missing columns {missing}, unknown columns {extra}")
+    arrays = [pa.array(columns[field.name], type=field.type) for field in schema]
+    table = pa.Table.from_arrays(arrays, schema=schema)
+    for field, column in zip(schema, table.columns, strict=True):
+        if not field.nullable and column.null_count:
+            raise ValueError(f"table {name}: null in column {field.name}")
+    return table
+
+
+def write_table(path: Path, name: str, table: pa.Table, provenance: dict[str, Any]) -> None:
+    """Write ``table`` to ``path`` as Parquet, atomically, with provenance in its metadata.
+
+    Raises OSError (disk full, no permission); then nothing is left at ``path`` but what was there.
+    """
+    schema = TABLES[name]
+    document = {"schema_version": SCHEMA_VERSION, "table": name, **provenance}
+    metadata = {METADATA_KEY: json.dumps(document, sort_keys=True).encode()}
+    table = table.cast(schema).replace_schema_metadata(metadata)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            pq.write_table(table, stream, compression="zstd")
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def read_table(path: Path, name: str) -> tuple[pa.Table, dict[str, Any]]:
+    """Read a Routewise Parquet file; return the table and its provenance.
+
+    Raises RoutewiseError where the file is absent, damaged, of another table, or written under
+    another schema version.
+    """
+    try:
+        table = pq.read_table(path)
+    except FileNotFoundError as error:
+        raise RoutewiseError(f"{path}: no such file", "run the workflow again") from error
+    except (pa.ArrowInvalid, OSError) as error:
+        raise RoutewiseError(
+            f"{path}: not a whole Parquet file ({error})", "delete it and run the workflow again"
+        ) from error
+    raw = (table.schema.metadata or {}).get(METADATA_KEY)
+    if raw is None:
+        raise RoutewiseError(f"{path}: carries no Routewise provenance", "delete it and run again")
+    provenance = json.loads(raw)
+    if provenance["schema_version"] != SCHEMA_VERSION:
+        raise RoutewiseError(
+            f"{path}: schema version {provenance['schema_version']}, this Routewise reads "
+            f"{SCHEMA_VERSION}",
+            "move the old results folder away and run again",
+        )
+    if provenance["table"] != name or not table.schema.equals(TABLES[name]):
+        raise RoutewiseError(
+            f"{path}: holds the table {provenance['table']!r}, wanted {name!r} as declared",
+            "delete it and run again",
+        )
+    return table, provenance

@@ -1,0 +1,166 @@
+"""The short table at the end of a run, and the gate: is every verdict what the study expects?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from routewise.errors import EXIT_AS_CLAIMED, EXIT_DIFFERS, EXIT_NOT_MEASURED
+from routewise.verdict import DIFFERS, DIFFERS_SOMEWHERE, EXACT, INVALID, UNOBSERVABLE
+
+_STYLES = {EXACT: "green", DIFFERS: "yellow", INVALID: "red", UNOBSERVABLE: "red"}
+_PLAIN_WIDTH = 118
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What stands against a receipt: contrary verdicts, things not measured, and mere notes."""
+
+    contrary: Sequence[str]
+    unmeasured: Sequence[str]
+    notes: Sequence[str]
+
+    @property
+    def exit_code(self) -> int:
+        """1 where a verdict is contrary to the study, else 2 where one is missing, else 0."""
+        if self.contrary:
+            return EXIT_DIFFERS
+        return EXIT_NOT_MEASURED if self.unmeasured else EXIT_AS_CLAIMED
+
+
+def gate_of(receipt: Mapping[str, Any]) -> Gate:
+    """Hold a receipt against what its study expects.
+
+    A verdict of ``exact`` or ``differs`` that is not the expected one is contrary; so is a control
+    that does not hold. An expected one that could not be seen, anything invalid, a price taken in
+    an invalid cell, and a receipt without claims are unmeasured. A price with too few quiet
+    samples, and an exact verdict that the build itself qualifies, are notes.
+    """
+    contrary: list[str] = []
+    unmeasured: list[str] = []
+    notes: list[str] = []
+    for kind in ("control", "claim"):
+        for entry in receipt[f"{kind}s"]:
+            verdict = entry["verdict"]
+            why = f": {entry['reasons'][0]}" if entry["reasons"] else ""
+            line = (
+                f"{kind} {entry['id']}: {verdict}, expected {entry['expected'] or 'nothing'}{why}"
+            )
+            if verdict in (EXACT, DIFFERS):
+                if entry["as_expected"] is False:
+                    contrary.append(line)
+            elif verdict in (INVALID, UNOBSERVABLE) or entry["expected"] is not None:
+                unmeasured.append(line)
+            if verdict == EXACT and entry["uncovered"]:
+                notes.append(f"{kind} {entry['id']}: exact, but uncovered: {entry['uncovered']}")
+    for row in receipt["price"]:
+        if row["note"]:
+            line = f"price {row['route']} {row['model']} width {row['width']}: {row['note']}"
+            (unmeasured if row.get("n_invalid") else notes).append(line)
+    if not receipt["claims"] and not receipt["price"]:
+        unmeasured.append("the receipt makes no claim and quotes no price")
+    return Gate(contrary, unmeasured, notes)
+
+
+def claims_table(entries: Iterable[Mapping[str, Any]], kind: str, whole_names: bool) -> Table:
+    """Return claims or controls as a table: name, verdict, expected, n, where to look.
+
+    With ``whole_names`` a name stays on one line, and only the last column folds.
+    """
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column(kind, overflow="fold", no_wrap=whole_names)
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("expected", no_wrap=True)
+    table.add_column("differing / n", justify="right", no_wrap=True)
+    table.add_column("where to look", overflow="fold")
+    for entry in entries:
+        table.add_row(
+            entry["id"],
+            _verdict_text(entry),
+            {None: "-", DIFFERS_SOMEWHERE: "somewhere"}.get(entry["expected"], entry["expected"]),
+            f"{entry['n']['differing']} / {entry['n']['positions']}",
+            where_to_look(entry),
+        )
+    return table
+
+
+def _verdict_text(entry: Mapping[str, Any]) -> Text:
+    verdict = entry["verdict"]
+    if entry["as_expected"] is False:
+        return Text(f"{verdict} ✗", style="bold red")
+    return Text(verdict, style=_STYLES.get(verdict, ""))
+
+
+def where_to_look(entry: Mapping[str, Any]) -> str:
+    """Return the place that explains a verdict: the reason, else the first and worst difference."""
+    if entry["reasons"]:
+        more = len(entry["reasons"]) - 1
+        return entry["reasons"][0] + (f" (and {more} more)" if more else "")
+    parts = []
+    first, worst, flips = entry["first_difference"], entry["worst"], entry["n"].get("flips")
+    if first:
+        variant = "" if entry["id"].endswith(f"/{first['variant']}") else f"{first['variant']} "
+        parts.append(f"{variant}{first['prompt_id']} at {first['kv_position']}")
+    if worst and worst["logit_delta_max"] is not None:
+        parts.append(f"Δ up to {worst['logit_delta_max']:.3g}")
+    if flips:
+        parts.append(f"{flips} flips")
+    if entry["uncovered"]:
+        parts.append(f"uncovered: {entry['uncovered']}")
+    return ", ".join(parts)
+
+
+def closing_line(receipt: Mapping[str, Any], where: str) -> str:
+    """Return the one line that says how many claims and controls hold, and where the receipt is."""
+    parts = []
+    for word in (EXACT, DIFFERS):
+        expected = [claim for claim in receipt["claims"] if claim["expected"] == word]
+        if expected:
+            held = sum(claim["verdict"] == word for claim in expected)
+            parts.append(f"{held} of {len(expected)} {word} claims hold")
+    held = sum(control["as_expected"] is True for control in receipt["controls"])
+    if receipt["controls"]:
+        parts.append(f"{held} of {len(receipt['controls'])} controls hold")
+    return "; ".join([*parts, f"receipt: {where}"])
+
+
+def print_summary(receipt: Mapping[str, Any], where: str, stream: TextIO | None = None) -> None:
+    """Print the claims, the controls and the closing line.
+
+    ``where`` names the readable receipt. Outside a terminal there are no colours, and lines are
+    118 characters wide whatever the environment says.
+    """
+    stream = stream or sys.stdout
+    in_terminal = stream.isatty()
+    console = Console(
+        file=stream,
+        width=None if in_terminal else _PLAIN_WIDTH,
+        no_color=not in_terminal,
+        highlight=False,
+        emoji=False,
+        markup=False,
+    )
+    whole_names = console.width >= _PLAIN_WIDTH
+    if receipt["claims"]:
+        console.print(claims_table(receipt["claims"], "claim", whole_names))
+        console.print()
+    if receipt["controls"]:
+        console.print(claims_table(receipt["controls"], "control", whole_names))
+        console.print()
+    console.print(closing_line(receipt, where), soft_wrap=True)
+
+
+def gate_lines(gate: Gate) -> list[str]:
+    """Return what stands against a receipt, one line each, the worst first."""
+    return [
+        *[f"not as expected: {line}" for line in gate.contrary],
+        *[f"could not be measured: {line}" for line in gate.unmeasured],
+        *[f"note: {line}" for line in gate.notes],
+    ]

@@ -1,0 +1,71 @@
+"""A measuring process ends when the Snakemake that started it ends, however that ended.
+
+Snakemake killed with SIGKILL leaves its jobs running: the cell, its workers and what they hold
+would go on into the next run. The Snakefile announces its own process in the environment, and
+every measuring process watches it from a thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import sys
+import threading
+from pathlib import Path
+
+WATCHED = "ROUTEWISE_WATCHED_PROCESS"
+EXIT_ORPHANED = 75
+_PR_SET_PDEATHSIG = 1
+
+
+def announce() -> None:
+    """Name this process as the one that its measuring processes must not outlive."""
+    os.environ[WATCHED] = f"{os.getpid()}:{_start_ticks(os.getpid())}"
+
+
+def end_with_snakemake() -> None:
+    """Watch the announced process, if one is, and end this one at once when it is gone.
+
+    Without an announcement (a cell run by hand) nothing is watched.
+    """
+    announced = os.environ.get(WATCHED)
+    if announced is None:
+        return
+    pid, start_ticks = (int(part) for part in announced.split(":"))
+    try:
+        handle = os.pidfd_open(pid)
+        alive = _start_ticks(pid) == start_ticks
+    except OSError:
+        alive = False
+    if not alive:
+        _end()
+    threading.Thread(target=_wait_for_end, args=(handle,), daemon=True).start()
+
+
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent, of process id ``parent``, ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(EXIT_ORPHANED)
+
+
+def _wait_for_end(handle: int) -> None:
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    while not poll.poll():
+        pass
+    _end()
+
+
+def _end() -> None:
+    print("routewise: the Snakemake that started this job is gone; stopping", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(EXIT_ORPHANED)
+
+
+def _start_ticks(pid: int) -> int:
+    # the name in field 2 may hold spaces and brackets; field 22 is counted from the last bracket
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[19])
