@@ -68,7 +68,7 @@ def provenance(route: str, model: str, variant: str, **changes: Any) -> dict[str
             "threads": 2,
             "context": 1024,
             "micro_batch": 512,
-            "flash_attention": "on",
+            "flash_attention": True,
             "kv_type": "f16",
             "seed": 1,
         },
@@ -76,7 +76,13 @@ def provenance(route: str, model: str, variant: str, **changes: Any) -> dict[str
         "invalid_reasons": [],
         "coverage_report": "",
         "build": build(route),
-        "model": {"name": model, "sha256": "a" * 64, "n_bytes": 98362432},
+        "model": {
+            "name": model,
+            "sha256": "a" * 64,
+            "n_bytes": 98362432,
+            "tensor_types": {"F32": 9, "Q4_K": 16, "Q6_K": 2},
+            "derived_from": {"name": "small", "type": "Q4_K_M"},
+        },
         "prompts": {"name": "demo", "digest": "b" * 64},
         "machine": {
             "kind": "2-core x86-64 with AVX-512",

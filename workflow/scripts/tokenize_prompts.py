@@ -15,6 +15,7 @@ from routewise.gguf_check import check_gguf
 from routewise.model import read_model
 from routewise.prompt import load_prompts, prompts_digest, read_template, tokenize_prompts
 from routewise.schema import table_of, write_table
+from routewise.watch import end_with_snakemake
 
 NO_TOKENIZER = (None, "no_vocab", "none")
 
@@ -62,4 +63,5 @@ if __name__ == "__main__":
     parser.add_argument("--library-dir", required=True, type=Path, help="lib folder of a build")
     parser.add_argument("--context", type=int, help="tokens that a sequence may have")
     parser.add_argument("--output", required=True, type=Path, help="the Parquet file to write")
+    end_with_snakemake()
     raise SystemExit(main(**vars(parser.parse_args())))

@@ -9,9 +9,11 @@ are made from unpatched sources only. Work folders are kept: ninja compiles what
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import errno
 import fcntl
+import functools
 import json
 import os
 import re
@@ -24,7 +26,6 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -43,7 +44,13 @@ from routewise.fingerprint import (
 )
 from routewise.normalise import normalised_digest
 from routewise.patch import Patch, patched_files
-from routewise.source import component_digests, component_of, raw_digest, source_files
+from routewise.source import (
+    component_digests,
+    component_of,
+    raw_digest,
+    remove_stale,
+    source_files,
+)
 
 Say = Callable[[str], None]
 
@@ -279,7 +286,10 @@ def toolchain_identity(
     identity = {}
     for language, compiler in zip(("c", "cxx"), find_compilers(), strict=True):
         identity[language] = _cached_answer(
-            cache, compiler, f"{language}:{cpu}", lambda c=compiler: _compiler_answer(c, native)
+            cache,
+            compiler,
+            f"{language}:{cpu}",
+            functools.partial(_compiler_answer, compiler, native),
         )
     if native:
         identity["cpu"] = cpu
@@ -292,7 +302,7 @@ def toolchain_identity(
                 "put the toolkit's bin folder on the PATH, or build for the backend cpu",
             )
         identity[command] = _cached_answer(
-            cache, Path(path), command, lambda p=path: _run_compiler([p, "--version"])
+            cache, Path(path), command, functools.partial(_run_compiler, [path, "--version"])
         )
     return identity
 
@@ -399,6 +409,7 @@ def run_build(
     log = log or plan.results_dir / "logs" / "build" / f"{plan.name}.{part}.log"
     with _disk_full_explained(plan):
         compiled = compile_targets(plan, PARTS[part], log=log, jobs=jobs, say=say)
+        _check_unedited(plan)
         return _install(plan, part, compiled)
 
 
@@ -422,7 +433,22 @@ def compile_targets(
     return Compiled(n_compiled, n_linked, time.monotonic() - start, work / "cmake" / "bin")
 
 
-@contextmanager
+def _check_unedited(plan: BuildPlan) -> None:
+    """Raise RoutewiseError where the source was edited since it was planned."""
+    cache = DigestCache(plan.results_dir / ".cache" / "digests.json")
+    shim = digest_of({file: normalised_digest(plan.shim_dir / file, cache) for file in SHIM_FILES})
+    known = component_digests(plan.root, cache, plan.changed, plan.components.__contains__)
+    cache.save()
+    for component, digest in plan.components.items():
+        if digest != {**known, "shim": shim}.get(component):
+            raise RoutewiseError(
+                f"build {plan.name}: {component} of source {plan.source} was edited while it was "
+                "being built",
+                "run the same command again: it is planned and built from what is there then",
+            )
+
+
+@contextlib.contextmanager
 def _locked(path: Path, name: str, say: Say | None) -> Iterator[None]:
     with open(path, "w") as handle:
         try:
@@ -433,7 +459,7 @@ def _locked(path: Path, name: str, say: Say | None) -> Iterator[None]:
         yield
 
 
-@contextmanager
+@contextlib.contextmanager
 def _disk_full_explained(plan: BuildPlan) -> Iterator[None]:
     try:
         yield
@@ -555,6 +581,8 @@ def _start(command: list[str], plan: BuildPlan, stdout: TextIO | int) -> subproc
         # Objects are shared between work folders: paths below this one are made relative.
         "CCACHE_BASEDIR": os.fspath(plan.work_dir.resolve()),
         "CCACHE_NOHASHDIR": "1",
+        # ccache takes -march=native for the same wherever it is: not across processors.
+        "CCACHE_NAMESPACE": f"routewise {plan.toolchain.get('cpu', '')}",
     }
     for variable in ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "SOURCE_DATE_EPOCH"):
         environment.pop(variable, None)  # would move bits that no digest knows of
@@ -572,10 +600,8 @@ def _start(command: list[str], plan: BuildPlan, stdout: TextIO | int) -> subproc
 
 def _end_with_parent() -> None:
     """Ask the kernel for a SIGTERM when the parent dies: ninja then ends its compilers."""
-    try:
+    with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-    except (OSError, AttributeError):
-        pass
 
 
 def _wait(process: subprocess.Popen[str]) -> int:
@@ -649,6 +675,7 @@ def _install(plan: BuildPlan, part: str, compiled: Compiled) -> dict[str, Any]:
     """Copy the part's files, stripped and stamped with the identity, to their place in one step."""
     target = plan.part_dir(part)
     target.parent.mkdir(parents=True, exist_ok=True)
+    remove_stale(target)
     beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         programs = PARTS["tools"] if part == "tools" else ()
@@ -658,9 +685,9 @@ def _install(plan: BuildPlan, part: str, compiled: Compiled) -> dict[str, Any]:
         if part == "engine":
             libraries["libroutewise_shim.so"] = starts[0]
         for name, path in libraries.items():
-            _put(path, beside / "lib" / name, plan)
+            install_file(path, beside / "lib" / name, plan.identity)
         for program in programs:
-            _put(compiled.bin_dir / program, beside / "bin" / program, plan)
+            install_file(compiled.bin_dir / program, beside / "bin" / program, plan.identity)
         document = _document(plan, part, compiled, beside)
         write_text(beside / "build.json", json.dumps(document, indent=2, sort_keys=True) + "\n")
         # Snakemake may have made the folder already; build.json comes last and says it is whole.
@@ -701,7 +728,8 @@ def _document(plan: BuildPlan, part: str, compiled: Compiled, folder: Path) -> d
     }
 
 
-def _put(path: Path, target: Path, plan: BuildPlan) -> None:
+def install_file(path: Path, target: Path, identity: str) -> None:
+    """Copy a linked library or program, stripped and stamped with the identity of its build."""
     target.parent.mkdir(exist_ok=True)
     strip = shutil.which("strip")
     if strip is None:
@@ -713,7 +741,7 @@ def _put(path: Path, target: Path, plan: BuildPlan) -> None:
             f"{path}: does not hold the place of the build's identity exactly once",
             "rw_identity() must return the macro ROUTEWISE_IDENTITY",
         )
-    target.write_bytes(stamped(content, plan.identity))
+    target.write_bytes(stamped(content, identity))
 
 
 def needed_libraries(starts: Iterable[Path]) -> dict[str, Path]:
@@ -736,7 +764,7 @@ def _needed(path: Path) -> list[str]:
             section = ELFFile(stream).get_section_by_name(".dynamic")
             if not isinstance(section, DynamicSection):
                 return []
-            return [tag.needed for tag in section.iter_tags() if tag.entry.d_tag == "DT_NEEDED"]
+            return [str(getattr(tag, "needed")) for tag in section.iter_tags("DT_NEEDED")]  # noqa: B009
     except FileNotFoundError as error:
         raise RoutewiseError(f"{path}: was not built", "look into the build's log") from error
     except ELFError as error:

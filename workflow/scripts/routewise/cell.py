@@ -27,13 +27,18 @@ from routewise.replay import PlainRun, ReplayRun, plan_passes, run_plain, run_re
 from routewise.schema import read_table, table_of, write_table
 from routewise.store import Store, fragment_key
 
-#: What Cell.parameters of a replay variant holds beside the engine's settings.
 PLAIN_VARIANT = "plain"
+#: A replay keeps the top-two margin of its rows; the plain cell keeps the top k.
+_TOP_K_MARGIN = 2
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What one job measures; ``parameters`` are the sweep's own (seed, top_k, neighbours, ...)."""
+    """What one job measures.
+
+    ``parameters`` are those of the sweep that the variant depends on (seed, top_k, neighbours);
+    ``env`` is the engine's environment, all of it.
+    """
 
     sweep: str
     route: str
@@ -43,6 +48,7 @@ class Cell:
     digest: str
     settings: Settings
     parameters: dict[str, Any]
+    env: dict[str, str]
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Cell:
@@ -95,6 +101,7 @@ class Bench:
             "table": table,
             "variant": self.cell.variant,
             "settings": asdict(self.cell.settings),
+            "env": self.cell.env,
             "parameters": self.cell.parameters,
             "fingerprint": self.build["fingerprint"],
             "model": self.inputs.model_record["sha256"],
@@ -131,14 +138,14 @@ def measure_cell(cell: Cell, inputs: Inputs, output: Path, plain_path: Path | No
             key: getattr(cell, key)
             for key in ("sweep", "route", "model", "variant", "prompts", "digest")
         },
-        "settings": {**asdict(cell.settings), **cell.parameters},
+        "settings": {**asdict(cell.settings), **cell.parameters, "env": cell.env},
         "readback": notes[0]["readback"] if notes else {},
         "system_info": bench.engine.system_info,
         "invalid_reasons": reasons,
         "coverage_report": "\n".join(sorted({n["uncovered"] for n in notes if n["uncovered"]})),
         "build": bench.build,
         "model": inputs.model_record,
-        "prompts": {"name": cell.prompts, "digest": prompt_provenance["digest"]},
+        "prompts": {"name": cell.prompts, "digest": prompt_provenance["prompt_set_digest"]},
         "machine": bench.machine,
         "code_digest": inputs.code_digest,
         "started_at": started_at.isoformat(timespec="seconds"),
@@ -196,9 +203,9 @@ def _measure_replay(bench: Bench, prompt: dict[str, Any]) -> tuple[pa.Table, dic
         plain.prompt_ids,
         plain.token_ids,
         bench.model.n_vocab,
-        n_neighbours=cell.parameters["neighbours"],
+        n_neighbours=cell.parameters.get("neighbours", 0),
         context=cell.settings.context,
-        seed=cell.parameters["seed"],
+        seed=cell.parameters.get("seed", 0),
     )
     with bench.model.open_context(cell.settings, 1 + len(plan.neighbours)) as context:
         reasons = _readback_reasons(context, cell.settings)
@@ -207,7 +214,7 @@ def _measure_replay(bench: Bench, prompt: dict[str, Any]) -> tuple[pa.Table, dic
             plain,
             plan,
             micro_batch=cell.settings.micro_batch,
-            top_k=cell.parameters["top_k"],
+            top_k=_TOP_K_MARGIN,
         )
     if not replay.prefill_equal:
         reasons.append(f"prompt {prompt['prompt_id']}: the prefill differs from the plain arm's")
@@ -225,7 +232,7 @@ def _plain_run(bench: Bench, prompt: dict[str, Any]) -> tuple[PlainRun, dict[str
             prompt["token_ids"],
             prompt["n_asked"],
             micro_batch=settings.micro_batch,
-            top_k=bench.cell.parameters["top_k"],
+            top_k=bench.cell.parameters.get("top_k", _TOP_K_MARGIN),
         )
         note = {
             "readback": context.readback,

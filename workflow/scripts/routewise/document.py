@@ -192,10 +192,10 @@ def _scope(receipt: Mapping[str, Any]) -> list[str]:
             (
                 f"`{route}`",
                 f"`{model}`",
-                first.get("quantization"),
+                _weights(first),
                 first.get("machine"),
                 first.get("threads"),
-                first.get("flash_attention"),
+                {True: "on", False: "off"}.get(first.get("flash_attention")),
                 first.get("kv_type"),
                 f"{min(span['min'] for span in ranges)} to {max(span['max'] for span in ranges)}"
                 if ranges
@@ -221,6 +221,17 @@ def _scope(receipt: Mapping[str, Any]) -> list[str]:
     uncovered = sorted({claim["uncovered"] for claim in receipt["claims"] if claim["uncovered"]})
     notes = [f"Not covered, as the build itself reports: {text}" for text in uncovered]
     return ["## Scope", "Nothing outside this was measured.", _table(header, rows), *notes]
+
+
+def _weights(scope: Mapping[str, Any]) -> str | None:
+    """Return a model's quantization with its tensors counted by type, the most frequent first."""
+    types = scope.get("tensor_types") or {}
+    counted = sorted(types.items(), key=lambda item: (-item[1], item[0]))
+    listed = ", ".join(f"{count} {name}" for name, count in counted)
+    named = scope.get("quantization")
+    if not listed:
+        return named
+    return f"{named}: {listed}" if named else listed
 
 
 def _power(receipt: Mapping[str, Any]) -> list[str]:

@@ -111,12 +111,17 @@ def _fetch_rest(client: httpx.Client, url: str, part: Path, progress: Progress) 
         first = n_there if resumes else 0
         progress.total = first + int(length) if length and length.isdigit() else None
         progress.start_at(first)
-        with part.open("ab" if resumes else "wb") as stream:
-            for chunk in response.iter_raw():
-                stream.write(chunk)
-                progress.advance(len(chunk))
-            stream.flush()
-            os.fsync(stream.fileno())
+        try:
+            with part.open("ab" if resumes else "wb") as stream:
+                for chunk in response.iter_raw():
+                    stream.write(chunk)
+                    progress.advance(len(chunk))
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError as error:
+            if error.filename is None:  # a failed write does not say to what
+                error.filename = str(part)
+            raise
 
 
 def _range_start(response: httpx.Response) -> int | None:

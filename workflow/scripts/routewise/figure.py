@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,25 +88,41 @@ def _nothing(message: str) -> Figure:
         return figure
 
 
-def _panels(
-    rows: pd.DataFrame, width: float, height: float, foot: float
-) -> tuple[Figure, dict[tuple[str, str], Axes], list[str], list[str]]:
-    """Return a grid of axes, a row per model and a column per route, keyed (route, model).
+@dataclass(frozen=True)
+class _Grid:
+    """Panels, a row per model and a column per route."""
 
-    ``width`` and ``height`` are of one panel, ``foot`` is what legend and caption take, in inches.
-    """
+    figure: Figure
+    axes: dict[tuple[str, str], Axes]
+    routes: list[str]
+    models: list[str]
+    label_size: int  # points, of what stands beside a strip
+
+
+def _grid(rows: pd.DataFrame, strip: float) -> _Grid:
+    """Return a figure with a panel per route and model, each strip of it ``strip`` inches high."""
     routes = list(dict.fromkeys(rows["route"]))
     models = list(dict.fromkeys(rows["model"]))
-    width *= min(1.0, 0.3 + 1.4 / len(routes))
-    figure = _figure(width * len(routes) + 0.9, height * len(models) + foot)
-    grid = figure.subplots(len(models), len(routes), sharex=True, sharey=True, squeeze=False)
+    variants = sorted(set(rows["variant"]), key=variant_key)
+    many = len(models) > 2
+    label_size = 6 if many else 8
+    height = (0.35 + 0.7 * strip * len(variants)) if many else (0.9 + strip * len(variants))
+    width = 4.2 * min(1.0, 0.3 + 1.4 / len(routes))
+    figure = _figure(width * len(routes) + 0.9, height * len(models) + 1.0)
+    panels = figure.subplots(len(models), len(routes), sharex=True, sharey=True, squeeze=False)
     axes = {}
     for down, model in enumerate(models):
         for across, route in enumerate(routes):
-            panel = axes[(route, model)] = grid[down, across]
-            panel.set_title(route if len(models) == 1 else f"{route}, {model}", loc="left")
+            panel = axes[(route, model)] = panels[down, across]
+            if down == 0:
+                panel.set_title(route, loc="left")
+            panel.tick_params(axis="y", length=0, labelsize=label_size)
+        kind = "tokens a pass, or shape"
+        panels[down, 0].set_ylabel(kind if len(models) == 1 else f"{model}\n{kind}")
+        if many:
+            panels[down, 0].yaxis.label.set_fontsize(7)
     sns.despine(figure)
-    return figure, axes, routes, models
+    return _Grid(figure, axes, routes, models, label_size)
 
 
 def _sorted_study(rows: pd.DataFrame, study: Mapping[str, Any]) -> pd.DataFrame:
@@ -163,31 +180,33 @@ def draw_delta_by_position(rows: pd.DataFrame, study: Mapping[str, Any]) -> Figu
     seen = moved.loc[moved["logit_delta_max"] > 0, "logit_delta_max"]
     norm = _log_norm(seen)
     with _styled():
-        figure, axes, routes, models = _panels(rows, 4.2, 0.9 + 0.2 * len(variants), foot=1.0)
+        grid = _grid(rows, 0.2)
+        figure, axes = grid.figure, grid.axes
         colours = mpl.colormaps["plasma_r"]
+        gaps = False
         for (route, model), panel in axes.items():
             mine = rows[(rows["route"] == route) & (rows["model"] == model)]
             image = _heat_map(mine, variants, edges, norm, colours)
+            gaps |= bool((image == 1.0).all(axis=-1).any())
             panel.pcolormesh(edges - 0.5, np.arange(len(variants) + 1), image, rasterized=True)
             panel.set_yticks(
                 np.arange(len(variants)) + 0.5, [variant_label(name) for name in variants]
             )
-            panel.tick_params(axis="y", length=0)
             panel.set_ylim(len(variants), 0)
             for gate in GATES:
                 if first < gate <= last:
                     panel.axvline(gate - 0.5, color="white", linewidth=1.6, alpha=0.8)
                     panel.axvline(gate - 0.5, color="0.2", linewidth=0.8, linestyle=(0, (2, 2)))
-        for route in routes:
-            axes[(route, models[-1])].set_xlabel("KV position (tokens)")
-        for model in models:
-            axes[(routes[0], model)].set_ylabel("tokens a pass, or shape")
+        for route in grid.routes:
+            axes[(route, grid.models[-1])].set_xlabel("KV position (tokens)")
         scale = mpl.cm.ScalarMappable(norm=norm, cmap=colours)
         bar = figure.colorbar(
             scale,
             ax=list(axes.values()),
             pad=0.015,
             aspect=18,
+            shrink=1.0 / len(grid.models),
+            anchor=(0.0, 1.0),
             extend="min",
             ticks=_scale_ticks(norm),
             format=FuncFormatter(lambda value, _: f"{value:g}"),
@@ -197,6 +216,8 @@ def draw_delta_by_position(rows: pd.DataFrame, study: Mapping[str, Any]) -> Figu
         handles: list[Artist] = [Patch(facecolor=EQUAL_COLOUR, label="all bits equal")]
         if not _valid(rows).all():
             handles.append(Patch(facecolor=INVALID_COLOUR, label="invalid"))
+        if gaps:
+            handles.append(Patch(facecolor="white", edgecolor="0.6", label="no position there"))
         if any(first < gate <= last for gate in GATES):
             handles.append(
                 Line2D([], [], color="0.35", linewidth=0.9, linestyle=":", label="multiple of 128")
@@ -276,43 +297,39 @@ def draw_flips_and_margins(rows: pd.DataFrame, study: Mapping[str, Any]) -> Figu
     positive = valid.loc[valid["plain_margin"] > 0, "plain_margin"]
     floor = 10.0 ** np.floor(np.log10(positive.quantile(0.002))) if len(positive) else 1e-3
     with _styled():
-        figure, axes, routes, models = _panels(rows, 4.2, 0.9 + 0.27 * len(variants), foot=1.0)
+        grid = _grid(rows, 0.27)
+        figure, axes = grid.figure, grid.axes
         for (route, model), panel in axes.items():
+            mine = valid[(valid["route"] == route) & (valid["model"] == model)]
+            _strips(panel, mine, variants, float(floor), grid.label_size / 8)
+            counts = mine.groupby("variant")["argmax_flip"].agg(["size", "sum"])
             for place, variant in enumerate(variants):
-                mine = valid[
-                    (valid["route"] == route)
-                    & (valid["model"] == model)
-                    & (valid["variant"] == variant)
-                ]
-                flips = _strip(panel, mine, place, float(floor))
-                text = f"{flips} of {len(mine):,}" if len(mine) else "not compared"
+                n, flips = counts.loc[variant] if variant in counts.index else (0, 0)
                 panel.annotate(
-                    text,
+                    f"{flips} of {n:,}" if n else "not compared",
                     (1.01, place),
                     xycoords=("axes fraction", "data"),
                     va="center",
-                    fontsize=8,
+                    fontsize=grid.label_size,
                     color=FLIP_COLOUR if flips else "0.35",
                 )
-            panel.annotate(
-                "flips",
-                (1.01, 1.0),
-                xycoords="axes fraction",
-                xytext=(0, 3),
-                textcoords="offset points",
-                fontsize=8,
-                color="0.35",
-            )
+            if model == grid.models[0]:
+                panel.annotate(
+                    "flips",
+                    (1.01, 1.0),
+                    xycoords="axes fraction",
+                    xytext=(0, 3),
+                    textcoords="offset points",
+                    fontsize=8,
+                    color="0.35",
+                )
             panel.set_xscale("log")
             panel.set_yticks(range(len(variants)), [variant_label(name) for name in variants])
-            panel.tick_params(axis="y", length=0)
             panel.set_ylim(len(variants) - 0.5, -0.5)
             for place in range(len(variants) - 1):
                 panel.axhline(place + 0.5, color="0.92", linewidth=0.6, zorder=0)
-        for route in routes:
-            axes[(route, models[-1])].set_xlabel("plain top-two margin (logits)")
-        for model in models:
-            axes[(routes[0], model)].set_ylabel("tokens a pass, or shape")
+        for route in grid.routes:
+            axes[(route, grid.models[-1])].set_xlabel("plain top-two margin (logits)")
         handles = [
             _dot(EQUAL_COLOUR, "bits equal"),
             _dot(MOVED_COLOUR, "bits differ, same greedy token"),
@@ -325,30 +342,33 @@ def draw_flips_and_margins(rows: pd.DataFrame, study: Mapping[str, Any]) -> Figu
         return figure
 
 
-def _strip(panel: Axes, rows: pd.DataFrame, place: int, floor: float) -> int:
-    """Draw one variant's positions as a strip; return how many flips it has."""
+def _strips(
+    panel: Axes, rows: pd.DataFrame, variants: Sequence[str], floor: float, scale: float
+) -> None:
+    """Draw one route's positions, a strip per variant; flips lie on top."""
     equal = rows["bits_equal"].eq(True).to_numpy(dtype=bool)
     flip = rows["argmax_flip"].eq(True).to_numpy(dtype=bool) & ~equal
     margin = np.maximum(rows["plain_margin"].to_numpy(dtype=float), floor)
     # The same shift for the same position in each strip and each drawing: golden-ratio steps.
     order = rows["prompt_index"].to_numpy() * 1009 + rows["step"].to_numpy()
     shift = ((order * 0.6180339887) % 1.0 - 0.5) * 0.62
+    height = rows["variant"].map(_places(variants)).to_numpy(dtype=float) + shift
     for chosen, colour, size, alpha, layer in (
         (equal, EQUAL_COLOUR, 5, 0.9, 1),
         (~equal & ~flip, MOVED_COLOUR, 5, 0.55, 2),
         (flip, FLIP_COLOUR, 16, 1.0, 3),
     ):
-        panel.scatter(
-            margin[chosen],
-            place + shift[chosen],
-            s=size,
-            color=colour,
-            alpha=alpha,
-            linewidths=0,
-            zorder=layer,
-            rasterized=len(rows) > 400,
-        )
-    return int(flip.sum())
+        if chosen.any():
+            panel.scatter(
+                margin[chosen],
+                height[chosen],
+                s=size * scale**3,
+                color=colour,
+                alpha=alpha,
+                linewidths=0,
+                zorder=layer,
+                rasterized=True,
+            )
 
 
 def _dot(colour: str, label: str) -> Line2D:

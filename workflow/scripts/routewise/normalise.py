@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import os
 import re
 import tokenize
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 
 from routewise.digest import DigestCache, digest_of, sha256_bytes
@@ -25,9 +26,8 @@ EXTRA_FILES_NAME = "MEASURES_WITH"
 
 # ---------------------------------------------------------------------------------- C, C++, CUDA
 
-C_SUFFIXES = frozenset(
-    ".c .cc .cpp .cxx .cu .cuh .h .hh .hpp .hxx .inc .inl .m .mm .metal .cl .comp .glsl .wgsl".split()
-)
+C_SUFFIXES = frozenset({".c", ".cc", ".cpp", ".cxx", ".h", ".hh", ".hpp", ".hxx", ".inc", ".inl"})
+C_SUFFIXES |= {".cu", ".cuh", ".m", ".mm", ".metal", ".cl", ".comp", ".glsl", ".wgsl"}
 CMAKE_SUFFIXES = frozenset({".cmake"})
 
 # Every branch begins with its own character, which lets the regex engine skip the rest fast. The
@@ -106,7 +106,7 @@ _CMAKE_LEXEME = re.compile(
 
 
 def normalise_cmake(text: bytes) -> bytes:
-    """Return a CMake file without comments and with each run of white space as one space."""
+    """Return a CMake file without comments and with no more white space than between arguments."""
     literals: list[bytes] = []
 
     def take(match: re.Match[bytes]) -> bytes:
@@ -115,8 +115,9 @@ def normalise_cmake(text: bytes) -> bytes:
         literals.append(match[0])
         return _LITERAL
 
-    text = _CMAKE_LEXEME.sub(take, text)
-    return b" ".join(text.split()) + b"\x00" + b"\x00".join(literals)
+    text = b" ".join(_CMAKE_LEXEME.sub(take, text).split())
+    text = re.sub(rb" ?([()]) ?", rb"\1", text)
+    return text + b"\x00" + b"\x00".join(literals)
 
 
 # ---------------------------------------------------------------------------------------- Python
@@ -206,7 +207,7 @@ def normalised_digest(path: Path, cache: DigestCache | None = None) -> str:
 # --------------------------------------------------------------------------------- measuring code
 
 
-def code_files(script: Path) -> list[Path]:
+def code_files(script: Path, cache: DigestCache | None = None) -> list[Path]:
     """Return the script and every file of ours that it imports, however far down, sorted.
 
     Ours is what lies in the script's folder or below it. Files that a module names in
@@ -222,18 +223,18 @@ def code_files(script: Path) -> list[Path]:
         found.add(path)
         if path.suffix != ".py":
             continue
-        try:
-            tree = ast.parse(path.read_bytes(), str(path))
-        except FileNotFoundError as error:
-            raise RoutewiseError(
-                f"{path}: no such file, but a measurement is made with it"
-            ) from error
-        except SyntaxError as error:
-            raise RoutewiseError(
-                f"{path}:{error.lineno}: not valid Python ({error.msg})"
-            ) from error
-        queue.extend(_imports(tree, path, root))
-        queue.extend(_extra_files(tree, path))
+        imports, extras = _references(path, cache)
+        for level, module in imports:
+            base = path.parents[level - 1] if level else root
+            queue.extend(_module_files(base, module))
+        for extra in extras:
+            named = (path.parent / extra).resolve()
+            if not named.is_file():
+                raise RoutewiseError(
+                    f"{path}: {EXTRA_FILES_NAME} names {extra}, which does not exist",
+                    "name files relative to the module",
+                )
+            queue.append(named)
     return sorted(found)
 
 
@@ -243,29 +244,42 @@ def code_digest(script: Path, cache: DigestCache | None = None) -> str:
     return digest_of(
         [
             [os.path.relpath(path, root), normalised_digest(path, cache)]
-            for path in code_files(script)
+            for path in code_files(script, cache)
         ]
     )
 
 
-def _imports(tree: ast.AST, path: Path, root: Path) -> Iterable[Path]:
+def _references(path: Path, cache: DigestCache | None) -> tuple[list[tuple[int, str]], list[str]]:
+    """Return what a module imports, as (dots, name), and the extra files that it names."""
+
+    def compute() -> str:
+        tree = ast.parse(path.read_bytes(), str(path))
+        return json.dumps([list(_imports(tree)), list(_extra_files(tree))])
+
+    try:
+        text = compute() if cache is None else cache.get("references", path, compute)
+    except FileNotFoundError as error:
+        raise RoutewiseError(f"{path}: no such file") from error
+    except SyntaxError as error:
+        where = f"{path}:{error.lineno}"
+        raise RoutewiseError(f"{where}: not valid Python ({error.msg})") from error
+    imports, extras = json.loads(text)
+    return [(level, name) for level, name in imports], extras
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield from _module_files(root, alias.name)
+                yield 0, alias.name
         elif isinstance(node, ast.ImportFrom):
-            base = root
-            if node.level:
-                base = path.parent
-                for _ in range(node.level - 1):
-                    base = base.parent
             module = node.module or ""
-            yield from _module_files(base, module)
+            yield node.level, module
             for alias in node.names:
-                yield from _module_files(base, f"{module}.{alias.name}".lstrip("."))
+                yield node.level, f"{module}.{alias.name}".lstrip(".")
 
 
-def _module_files(base: Path, module: str) -> Iterable[Path]:
+def _module_files(base: Path, module: str) -> Iterator[Path]:
     """Yield the files that importing ``module`` runs: its packages and itself, where ours."""
     here = base
     for part in [part for part in module.split(".") if part]:
@@ -281,22 +295,12 @@ def _module_files(base: Path, module: str) -> Iterable[Path]:
         here = here / part
 
 
-def _extra_files(tree: ast.Module, path: Path) -> Iterable[Path]:
+def _extra_files(tree: ast.Module) -> Iterator[str]:
     for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
         if isinstance(node, ast.AnnAssign):
-            targets: list[ast.expr] = [node.target]
-        elif isinstance(node, ast.Assign):
-            targets = node.targets
-        else:
-            continue
-        named = any(isinstance(t, ast.Name) and t.id == EXTRA_FILES_NAME for t in targets)
-        if not named or node.value is None:
-            continue
-        for relative in ast.literal_eval(node.value):
-            extra = (path.parent / relative).resolve()
-            if not extra.is_file():
-                raise RoutewiseError(
-                    f"{path}: {EXTRA_FILES_NAME} names {relative}, which does not exist",
-                    "name files relative to the module",
-                )
-            yield extra
+            targets = [node.target]
+        if any(isinstance(t, ast.Name) and t.id == EXTRA_FILES_NAME for t in targets):
+            assert isinstance(node, ast.Assign | ast.AnnAssign)
+            if node.value is not None:
+                yield from ast.literal_eval(node.value)

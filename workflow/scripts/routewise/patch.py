@@ -7,7 +7,6 @@ each optional, but not both.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -102,7 +101,7 @@ def load_patch(name: str, patches_dir: Path) -> Patch:
     for path in sorted(overlay_root.rglob("*")):
         if path.is_file():
             relative = path.relative_to(overlay_root).as_posix()
-            if path.name[0] != "." and not path.suffix == ".md":
+            if path.name[0] != "." and path.suffix != ".md":
                 _check_destination(relative, path)
                 overlay.append((relative, path.read_bytes()))
     diff_path = folder / "hooks.diff"
@@ -226,7 +225,7 @@ def _git_apply(scratch: Path, diff: str) -> subprocess.CompletedProcess[str]:
         ["git", "apply", "--verbose", "--whitespace=nowarn", "-p1", "-"],
         input=diff if diff.endswith("\n") else diff + "\n",
         cwd=scratch,
-        env=git_environment(scratch),
+        env=git_environment(scratch.parent),
         capture_output=True,
         text=True,
     )
@@ -243,7 +242,7 @@ def _explain(patch: Patch, scratch: Path, where: str, message: str) -> Routewise
                 ["git", "apply", "--check", "--whitespace=nowarn", "-p1", "-"],
                 input=header + applied,
                 cwd=scratch,
-                env=git_environment(scratch),
+                env=git_environment(scratch.parent),
                 capture_output=True,
                 text=True,
             )
@@ -266,7 +265,7 @@ def _nearest(path: Path, hunk: Hunk) -> str:
 
 def _not_applied(patch: Patch, hunk: Hunk, where: str, reason: str) -> RoutewiseError:
     return RoutewiseError(
-        f"patch {patch.name} does not apply: {os.fspath(patch.folder)}/hooks.diff, file {hunk.file}, "
+        f"patch {patch.name} does not apply: {patch.folder}/hooks.diff, file {hunk.file}, "
         f"hunk {hunk.number} ({hunk.header.strip()}), tried on {where}: {reason}",
         "make the diff anew against this source, or build it from the source it was made for",
     )

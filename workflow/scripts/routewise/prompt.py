@@ -47,7 +47,7 @@ TEMPLATE_DATE = datetime(2026, 1, 1)
 
 @dataclass(frozen=True)
 class Prompt:
-    """One line of a prompt set. Exactly one of ``messages``, ``text`` and ``token_ids`` is there."""
+    """One line of a prompt set. Exactly one of ``messages``, ``text``, ``token_ids`` is there."""
 
     id: str
     category: str
@@ -248,9 +248,9 @@ def check_fits(prompt_id: str, n_prompt: int, n_asked: int, context: int) -> Non
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}...{% endgeneration %}`` marks answers for training; here it is its content."""
+    """``{% generation %}`` marks answers for training; here it is what stands in it."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (declared so by Jinja)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
@@ -286,7 +286,8 @@ def _read_line(where: str, line: str) -> Prompt:
     forms = [form for form in FORMS if form in found]
     if len(forms) != 1:
         raise RoutewiseError(
-            f"{where}: {' and '.join(forms) or 'no prompt'}, wanted exactly one of {', '.join(FORMS)}"
+            f"{where}: {' and '.join(forms) or 'no prompt'}, wanted exactly one of "
+            f"{', '.join(FORMS)}"
         )
     for key in ("id", "category"):
         value = found.get(key)
@@ -294,7 +295,7 @@ def _read_line(where: str, line: str) -> Prompt:
             raise RoutewiseError(
                 f"{where}: {key}: {_shown(value)}, wanted letters, digits, '.', '_' and '-'"
             )
-    n_tokens = found.get("n_tokens")
+    n_tokens: Any = found.get("n_tokens")
     if not _is_count(n_tokens) or n_tokens < 1:
         raise RoutewiseError(
             f"{where}: n_tokens: {_shown(n_tokens)}, wanted a whole number of at least 1"

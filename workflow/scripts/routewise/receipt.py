@@ -59,7 +59,16 @@ _MACHINE_KEYS = (
     "kernel",
 )
 _BUILD_KEYS = ("name", "backend", "patch", "identity", "digest", "fingerprint", "libraries")
-_MODEL_KEYS = ("name", "sha256", "n_bytes", "quantization", "architecture", "n_vocab")
+_MODEL_KEYS = (
+    "name",
+    "sha256",
+    "n_bytes",
+    "architecture",
+    "n_layer",
+    "n_vocab",
+    "tensor_types",
+    "derived_from",
+)
 
 _SHAPES = {
     "ragged": "Decoding in passes of changing width, as a speculative decoder does,",
@@ -388,6 +397,7 @@ def _scope(tables: StudyTables, route: str, model: str, variant: str) -> dict[st
     build = build_of(provenance, route)
     scope |= {
         "quantization": _quantization(tables, model, provenance),
+        "tensor_types": (provenance.get("model") or {}).get("tensor_types"),
         "backend": build.get("backend"),
         "patch": build.get("patch"),
         "fingerprint": build.get("fingerprint"),
@@ -414,10 +424,11 @@ def _scope(tables: StudyTables, route: str, model: str, variant: str) -> dict[st
 
 
 def _quantization(tables: StudyTables, model: str, provenance: Mapping[str, Any]) -> str | None:
-    """Return a model's weight type: what its file says, or what the study asked for."""
+    """Return the type that a model was quantized to, where that was done by the study."""
     recorded = provenance.get("model") or {}
     declared = (tables.study.get("models") or {}).get(model) or {}
-    return recorded.get("quantization") or recorded.get("file_type") or declared.get("type")
+    derived = recorded.get("derived_from") or {}
+    return derived.get("type") or declared.get("type")
 
 
 def _machine(cell: Cell) -> dict[str, Any]:

@@ -28,15 +28,13 @@ from routewise.normalise import normalised_bytes, normalised_digest
 Say = Callable[[str], None]
 
 #: What a build reads of a llama.cpp tree. Docs, media, tests, examples, vocabularies stay out.
-KEPT = (
-    "CMakeLists.txt LICENSE licenses cmake common ggml include scripts/ui-assets.cmake src tools vendor"
-).split()
+KEPT = frozenset({"CMakeLists.txt", "LICENSE", "licenses", "cmake", "common", "ggml", "include"})
+KEPT |= {"scripts/ui-assets.cmake", "src", "tools", "vendor"}
 #: Of the web user interface only this is read when it is switched off.
 WEB_UI, WEB_UI_KEPT = "tools/ui/", "tools/ui/CMakeLists.txt"
 #: Files of a kept folder that no compiler reads.
-IGNORED_SUFFIXES = frozenset(
-    ".md .png .jpg .jpeg .gif .svg .html .o .a .so .gguf .bin .orig .rej .swp .pyc".split()
-)
+IGNORED_SUFFIXES = frozenset({".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".html"})
+IGNORED_SUFFIXES |= {".o", ".a", ".so", ".gguf", ".bin", ".orig", ".rej", ".swp", ".pyc"}
 #: A folder that has all of these is taken for a llama.cpp tree.
 LANDMARKS = ("CMakeLists.txt", "ggml/CMakeLists.txt", "include/llama.h", "src/CMakeLists.txt")
 
@@ -83,9 +81,8 @@ def source_dir(name: str, spec: SourceSpec, results_dir: Path) -> Path:
     if spec.kind == "path":
         return Path(os.path.expanduser(spec.path or ""))
     version = spec.version if spec.kind == "pypi" else spec.revision
-    return (
-        Path(results_dir) / "sources" / f"{name}-{re.sub(r'[^A-Za-z0-9._+-]', '_', version or '')}"
-    )
+    safe = re.sub(r"[^A-Za-z0-9._+-]", "_", str(version))
+    return Path(results_dir) / "sources" / f"{name}-{safe}"
 
 
 def source_root(name: str, spec: SourceSpec, results_dir: Path) -> Path:
@@ -102,7 +99,7 @@ def is_fetched(name: str, spec: SourceSpec, results_dir: Path) -> bool:
 
 
 def source_record(name: str, spec: SourceSpec, results_dir: Path) -> dict[str, Any]:
-    """Return what was fetched: ``asked``, the sdist's ``sha256`` or the ``commit``; {} for paths."""
+    """Return what was fetched: ``asked``, and ``sha256`` or ``commit``; {} for a path."""
     return {} if spec.kind == "path" else _read_record(source_dir(name, spec, results_dir))
 
 
@@ -120,6 +117,7 @@ def fetch_source(name: str, spec: SourceSpec, results_dir: Path, say: Say = prin
         return root
     folder = source_dir(name, spec, results_dir)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_stale(folder)
     beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         start = time.monotonic()
@@ -137,11 +135,22 @@ def fetch_source(name: str, spec: SourceSpec, results_dir: Path, say: Say = prin
         os.chmod(beside, 0o755)
         if folder.exists():  # of another spec, or a fetch that ended half-way
             shutil.rmtree(folder)
-        os.replace(beside, folder)
+        try:
+            os.replace(beside, folder)
+        except OSError:
+            if not is_fetched(name, spec, results_dir):  # else another run was faster
+                raise
         say(f"source {name}: {folder} ({time.monotonic() - start:.1f} s)")
     finally:
         shutil.rmtree(beside, ignore_errors=True)
     return root
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove what a killed run left beside ``folder``: temporary folders of it, an hour old."""
+    for left in folder.parent.glob(f".{folder.name}.*"):
+        if time.time() - left.stat().st_mtime > 3600:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _asked(spec: SourceSpec) -> dict[str, str]:
@@ -291,12 +300,18 @@ def _fetch_git(name: str, spec: SourceSpec, tree: Path, download: Path, say: Say
     return {"commit": resolved}
 
 
+# Set inside a git hook: they would point our commands at the repository of the hook.
+_GIT_PLACES = {"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX", "GIT_COMMON_DIR"}
+_GIT_PLACES |= {"GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES", "GIT_NAMESPACE"}
+
+
 def git_environment(ceiling: Path, *, prompt: bool = True) -> dict[str, str]:
-    """Return an environment in which git looks for no repository in ``ceiling`` or above it."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    kept |= {
-        k: v for k, v in os.environ.items() if k.startswith(("GIT_SSH", "GIT_SSL", "GIT_PROXY"))
-    }
+    """Return an environment for git in a folder below ``ceiling``.
+
+    It looks for a repository in ``ceiling`` no more than above it. The folder that git is run in
+    must be another one: git always looks there.
+    """
+    kept = {key: value for key, value in os.environ.items() if key not in _GIT_PLACES}
     kept |= {"GIT_CEILING_DIRECTORIES": os.fspath(Path(ceiling).resolve()), "LC_ALL": "C"}
     return kept if prompt else kept | {"GIT_TERMINAL_PROMPT": "0"}
 

@@ -16,7 +16,7 @@ from routewise.errors import EXIT_AS_CLAIMED, EXIT_DIFFERS, EXIT_NOT_MEASURED
 from routewise.verdict import DIFFERS, DIFFERS_SOMEWHERE, EXACT, INVALID, UNOBSERVABLE
 
 _STYLES = {EXACT: "green", DIFFERS: "yellow", INVALID: "red", UNOBSERVABLE: "red"}
-_PLAIN_WIDTH = 118
+_PLAIN_WIDTH = 124
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ def gate_of(receipt: Mapping[str, Any]) -> Gate:
     """Hold a receipt against what its study expects.
 
     A verdict of ``exact`` or ``differs`` that is not the expected one is contrary; so is a control
-    that does not hold. An expected one that could not be seen, anything invalid, a price taken in
-    an invalid cell, and a receipt without claims are unmeasured. A price with too few quiet
+    that does not hold. An expected one that could not be seen, anything invalid, a price without
+    a valid sample, and a receipt that says nothing are unmeasured. A price with too few quiet
     samples, and an exact verdict that the build itself qualifies, are notes.
     """
     contrary: list[str] = []
@@ -60,10 +60,16 @@ def gate_of(receipt: Mapping[str, Any]) -> Gate:
                 unmeasured.append(line)
             if verdict == EXACT and entry["uncovered"]:
                 notes.append(f"{kind} {entry['id']}: exact, but uncovered: {entry['uncovered']}")
+    missing: dict[tuple[str, ...], list[int]] = {}
     for row in receipt["price"]:
         if row["note"]:
-            line = f"price {row['route']} {row['model']} width {row['width']}: {row['note']}"
-            (unmeasured if row.get("n_invalid") else notes).append(line)
+            # Contention is a matter of the day; without any valid sample the price is not known.
+            known = row["n"] + row["n_contended"] > 0
+            key = (row["route"], row["model"], row["note"], "yes" if known else "")
+            missing.setdefault(key, []).append(row["width"])
+    for (route, model, note, known), widths in missing.items():
+        listed = ", ".join(str(width) for width in widths)
+        (notes if known else unmeasured).append(f"price {route} {model} width {listed}: {note}")
     if not receipt["claims"] and not receipt["price"]:
         unmeasured.append("the receipt makes no claim and quotes no price")
     return Gate(contrary, unmeasured, notes)
@@ -107,9 +113,9 @@ def where_to_look(entry: Mapping[str, Any]) -> str:
     first, worst, flips = entry["first_difference"], entry["worst"], entry["n"].get("flips")
     if first:
         variant = "" if entry["id"].endswith(f"/{first['variant']}") else f"{first['variant']} "
-        parts.append(f"{variant}{first['prompt_id']} at {first['kv_position']}")
+        parts.append(f"{variant}KV {first['kv_position']} {first['prompt_id']}")
     if worst and worst["logit_delta_max"] is not None:
-        parts.append(f"Δ up to {worst['logit_delta_max']:.3g}")
+        parts.append(f"Δ ≤ {worst['logit_delta_max']:.3g}")
     if flips:
         parts.append(f"{flips} flips")
     if entry["uncovered"]:
@@ -135,7 +141,7 @@ def print_summary(receipt: Mapping[str, Any], where: str, stream: TextIO | None 
     """Print the claims, the controls and the closing line.
 
     ``where`` names the readable receipt. Outside a terminal there are no colours, and lines are
-    118 characters wide whatever the environment says.
+    124 characters wide whatever the environment says.
     """
     stream = stream or sys.stdout
     in_terminal = stream.isatty()

@@ -94,11 +94,15 @@ class StudyTables:
     plain: pd.DataFrame
     cost: pd.DataFrame
     _index: dict[tuple[str | None, ...], Cell] = field(default_factory=dict, repr=False)
+    _rows: dict[str, pd.DataFrame] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         for cell in self.cells:
             if cell.sweep == REPLAY_SWEEP:
                 self._index[(cell.route, cell.model, cell.variant)] = cell
+        for frame in (self.plain, self.replay):
+            for path, rows in frame.groupby("cell", sort=False):
+                self._rows[str(path)] = rows
 
     def find(self, route: str, model: str, variant: str) -> Cell | None:
         """Return the replay cell of that name, or None where it was not measured."""
@@ -107,7 +111,7 @@ class StudyTables:
     def rows_of(self, cell: Cell) -> pd.DataFrame:
         """Return the rows of one replay or plain cell."""
         frame = self.plain if cell.variant == PLAIN_VARIANT else self.replay
-        return frame[frame["cell"] == cell.path]
+        return self._rows.get(cell.path, frame.iloc[:0])
 
 
 def canonical_json(document: Any) -> str:

@@ -22,3 +22,10 @@ exact_repacked_kernel exact_repacked_kernel_for(enum ggml_type type, int64_t int
 
 // True if stock's kernels for several columns of this type (plain layout) give the bits of its vec_dot
 bool exact_stock_keeps_order(enum ggml_type type);
+
+// The same for a repacked layout and its one-row kernel
+bool exact_stock_keeps_order_repacked(enum ggml_type type, int64_t inter, int64_t group);
+
+// x86: a kernel if the build's instruction set has what it needs, else null
+exact_dot_kernel      exact_x86_dot_kernel(enum ggml_type type);
+exact_repacked_kernel exact_x86_q4_K_8x8_kernel(void);

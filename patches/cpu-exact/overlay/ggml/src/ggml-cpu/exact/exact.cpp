@@ -249,6 +249,10 @@ extern "C" bool ggml_cpu_exact_op_differs(const struct ggml_tensor * op) {
     return ggml_cpu_exact_op(op) && !exact_stock_keeps_order(op->src[0]->type);
 }
 
+extern "C" bool ggml_cpu_exact_op_differs_repacked(const struct ggml_tensor * op, int64_t inter, int64_t group) {
+    return ggml_cpu_exact_op(op) && !exact_stock_keeps_order_repacked(op->src[0]->type, inter, group);
+}
+
 extern "C" void ggml_cpu_exact_inspect(const struct ggml_cgraph * cgraph, int n_threads) {
     if (!enabled()) {
         return;

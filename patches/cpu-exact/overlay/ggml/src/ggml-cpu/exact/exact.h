@@ -39,6 +39,9 @@ bool ggml_cpu_exact_op(const struct ggml_tensor * op);
 // The same, but false where stock's kernel for several columns is proven to give the width-1 bits by itself
 bool ggml_cpu_exact_op_differs(const struct ggml_tensor * op);
 
+// The same for weights repacked in groups of `group` rows, `inter` values at a time
+bool ggml_cpu_exact_op_differs_repacked(const struct ggml_tensor * op, int64_t inter, int64_t group);
+
 // Looks once at a graph about to run and reports what in it is not covered. One thread, before the others start
 void ggml_cpu_exact_inspect(const struct ggml_cgraph * cgraph, int n_threads);
 

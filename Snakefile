@@ -1,0 +1,26 @@
+# Routewise: does a batch give the same bits as one token alone, where not, and at what price.
+from snakemake.utils import min_version
+
+min_version("9.0")
+
+# A study is whole: one named with --configfile replaces the demo, and is not laid over it.
+if not workflow.configfiles:
+
+    configfile: "config/config.yaml"
+
+
+include: "workflow/rules/common.smk"
+include: "workflow/rules/builds.smk"
+include: "workflow/rules/models.smk"
+include: "workflow/rules/prompts.smk"
+include: "workflow/rules/replay.smk"
+include: "workflow/rules/cost.smk"
+include: "workflow/rules/receipts.smk"
+
+
+rule all:
+    default_target: True
+    input:
+        receipt=RECEIPT,
+        markdown=RECEIPT_MARKDOWN,
+        figures=FIGURES,

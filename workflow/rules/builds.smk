@@ -1,0 +1,50 @@
+# Compiles each build once: the engine that is measured, and the tools of a stock build.
+ENGINES = {plan.engine_dir.name: plan for plan in PLAN.builds.values()}
+TOOLS = {plan.tools_dir.name: plan for plan in PLAN.builds.values() if plan.patch is None}
+
+
+def build_arguments(plan, part):
+    """Return the command line of build_backend.py for one part of a build."""
+    return {
+        "--name": plan.name,
+        "--build": canonical_json(STUDY.builds[plan.name]),
+        "--source": canonical_json(STUDY.sources[plan.source]),
+        "--part": part,
+        "--digest": plan.part_dir(part).name,
+    }
+
+
+rule build_engine:
+    output:
+        str(RESULTS / "builds" / "{engine}" / "build.json"),
+    log:
+        str(RESULTS / "logs" / "build_engine" / "{engine}.log"),
+    params:
+        arguments=lambda w: [
+            part
+            for pair in build_arguments(ENGINES[w.engine], "engine").items()
+            for part in pair
+        ],
+    threads: workflow.cores
+    conda:
+        "../../envs/build-cpu.yaml"
+    shell:
+        "python {SCRIPTS}/build_backend.py {params.arguments:q} --patches-dir {PATCHES}"
+        " --results-dir {RESULTS} --jobs {threads} --log {log}"
+
+
+rule build_tools:
+    output:
+        str(RESULTS / "builds" / "{tools}" / "build.json"),
+    log:
+        str(RESULTS / "logs" / "build_tools" / "{tools}.log"),
+    params:
+        arguments=lambda w: [
+            part for pair in build_arguments(TOOLS[w.tools], "tools").items() for part in pair
+        ],
+    threads: workflow.cores
+    conda:
+        "../../envs/build-cpu.yaml"
+    shell:
+        "python {SCRIPTS}/build_backend.py {params.arguments:q} --patches-dir {PATCHES}"
+        " --results-dir {RESULTS} --jobs {threads} --log {log}"

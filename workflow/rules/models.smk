@@ -1,0 +1,52 @@
+# Brings or derives each model: one GGUF and a model.json beside it.
+OBTAINED = {plan.name: plan for plan in PLAN.models.values() if plan.kind != "quantize"}
+QUANTIZED = {plan.name: plan for plan in PLAN.models.values() if plan.kind == "quantize"}
+
+
+def tools_of(model):
+    """Return the build.json of the tools that a quantized model is made with."""
+    build = STUDY.models[model]["build"]
+    return str(PLAN.builds[build].tools_dir / "build.json")
+
+
+rule obtain_model:
+    output:
+        str(RESULTS / "models" / "{key}" / "{model}.gguf"),  # and model.json beside it
+    log:
+        str(RESULTS / "logs" / "obtain_model" / "{key}.{model}.log"),
+    wildcard_constraints:
+        model=one_of(OBTAINED),
+    params:
+        key=lambda w: OBTAINED[w.model].key,
+        kind=lambda w: OBTAINED[w.model].kind,
+        origin=lambda w: canonical_json(OBTAINED[w.model].origin),
+    conda:
+        "../../envs/measure.yaml"
+    shell:
+        "python {SCRIPTS}/obtain_model.py --name {wildcards.model} --key {params.key}"
+        " --kind {params.kind} --origin {params.origin:q} --output {output} --log {log}"
+
+
+rule quantize_model:
+    input:
+        base=lambda w: str(QUANTIZED[w.model].base),
+        tools=lambda w: tools_of(w.model),
+    output:
+        str(RESULTS / "models" / "{key}" / "{model}.gguf"),  # and model.json beside it
+    log:
+        str(RESULTS / "logs" / "quantize_model" / "{key}.{model}.log"),
+    wildcard_constraints:
+        model=one_of(QUANTIZED),
+    params:
+        key=lambda w: QUANTIZED[w.model].key,
+        type=lambda w: STUDY.models[w.model]["type"],
+        tool=lambda w: str(Path(tools_of(w.model)).parent / "bin" / "llama-quantize"),
+        tool_digest=lambda w: QUANTIZED[w.model].tool_digest,
+    threads: 2
+    conda:
+        "../../envs/measure.yaml"
+    shell:
+        "python {SCRIPTS}/quantize_model.py --name {wildcards.model} --key {params.key}"
+        " --base {input.base} --type {params.type} --tool {params.tool}"
+        " --tool-digest {params.tool_digest} --output {output} --threads {threads}"
+        " --log {log}"

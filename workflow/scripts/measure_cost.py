@@ -1,0 +1,49 @@
+"""Measure one cell of the cost sweep: pass time by width, routes interleaved as worker processes.
+
+Reads builds and a GGUF; writes one Parquet file (schema.py: cost), one row a sample. With
+--worker it is one of the workers that it starts itself. Ends when its Snakemake ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from routewise.cost import CostCell, measure_cost, serve_arm
+from routewise.errors import report_errors
+from routewise.model import read_model
+from routewise.watch import end_with_snakemake
+
+
+@report_errors
+def main(
+    cell: CostCell,
+    model: Path,
+    code_digest: str,
+    output: Path,
+    worker: int | None = None,
+    parent: int | None = None,
+) -> None:
+    if worker is not None and parent is not None:
+        arm = cell.arms[worker]
+        serve_arm(arm, model, cell.depth, max(cell.widths), cell.seed, parent)
+        return
+    end_with_snakemake()
+    measure_cost(cell, model, asdict(read_model(model)), code_digest, output, Path(__file__))
+
+
+def _cell(text: str) -> CostCell:
+    return CostCell.from_document(json.loads(text))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cell", required=True, type=_cell, help="the cell as one JSON string")
+    parser.add_argument("--model", required=True, type=Path, help="the GGUF")
+    parser.add_argument("--code-digest", default="", help="digest of the measuring code")
+    parser.add_argument("--output", type=Path, help="the cell file to write")
+    parser.add_argument("--worker", type=int, help="be the worker of this arm")
+    parser.add_argument("--parent", type=int, help="process that a worker must not outlive")
+    raise SystemExit(main(**vars(parser.parse_args())))

@@ -1,0 +1,55 @@
+"""Measure one cell of the replay sweep: a plain arm, or a replay compared with it.
+
+Reads a build, a GGUF, token ids and, for a replay, the plain cell; takes what is in the result
+store and measures the rest prompt by prompt. Writes one Parquet file (schema.py: plain, replay).
+Ends when the Snakemake that started it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from routewise.cell import Cell, Inputs, measure_cell
+from routewise.errors import report_errors
+from routewise.machine import set_engine_environment
+from routewise.model import read_model
+from routewise.watch import end_with_snakemake
+
+
+@report_errors
+def main(
+    cell: Cell,
+    build: Path,
+    model: Path,
+    prompts: Path,
+    plain: Path | None,
+    store: Path,
+    code_digest: str,
+    output: Path,
+) -> None:
+    end_with_snakemake()
+    removed = set_engine_environment(cell.env)
+    if removed:
+        print(f"left out of the engine's environment: {', '.join(removed)}")
+    inputs = Inputs(build, model, asdict(read_model(model)), prompts, store, code_digest)
+    measure_cell(cell, inputs, output, plain)
+
+
+def _cell(text: str) -> Cell:
+    return Cell.from_document(json.loads(text))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cell", required=True, type=_cell, help="the cell as one JSON string")
+    parser.add_argument("--build", required=True, type=Path, help="folder of the build")
+    parser.add_argument("--model", required=True, type=Path, help="the GGUF")
+    parser.add_argument("--prompts", required=True, type=Path, help="token ids (Parquet)")
+    parser.add_argument("--plain", type=Path, help="the plain cell; for a replay")
+    parser.add_argument("--store", required=True, type=Path, help="folder of the result store")
+    parser.add_argument("--code-digest", required=True, help="digest of the measuring code")
+    parser.add_argument("--output", required=True, type=Path, help="the cell file to write")
+    raise SystemExit(main(**vars(parser.parse_args())))

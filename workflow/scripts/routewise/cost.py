@@ -1,0 +1,261 @@
+"""The cost sweep: the time of a pass by width, routes interleaved in one job.
+
+Each route has a worker process of its own (two builds cannot share one), with the model loaded
+and the same tokens in its cache. The job releases them in turn, A B A B, one pass at a time: the
+others sleep, so that no arm pays for another's spinning threads. Before it counts, every width is
+warmed up. Every sample is kept. What others used of the processors is measured for each round,
+and a round in which they used more than :data:`CONTENDED_CORES` is marked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from routewise.engine import Context, Settings, check_identity, load_engine
+from routewise.errors import RoutewiseError
+from routewise.machine import (
+    clock_mhz,
+    describe_machine,
+    other_cpu_share,
+    read_load,
+    set_engine_environment,
+)
+from routewise.progress import Progress
+from routewise.replay import prefill
+from routewise.schema import table_of, write_table
+from routewise.watch import end_with_parent
+
+#: A round is marked where others used more than this many cores' worth of time.
+CONTENDED_CORES = 0.1
+#: Threads of an OpenMP build spin for about a millisecond after a pass before they sleep.
+_SETTLE_S = 0.005
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One route of a cost cell."""
+
+    route: str
+    build: Path  # folder with lib/ and build.json
+    settings: Settings
+    env: dict[str, str]
+
+
+@dataclass(frozen=True)
+class CostCell:
+    """What one cost job measures: one model, its routes interleaved."""
+
+    model: str
+    digest: str
+    arms: tuple[Arm, ...]
+    widths: tuple[int, ...]
+    depth: int
+    rounds: int
+    warmup: int
+    seed: int = 1
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> CostCell:
+        """Read a cell back from the JSON value that :meth:`document` made."""
+        arms = tuple(
+            Arm(a["route"], Path(a["build"]), Settings(**a["settings"]), a["env"])
+            for a in document["arms"]
+        )
+        return cls(**{**document, "arms": arms, "widths": tuple(document["widths"])})
+
+    def document(self) -> dict[str, Any]:
+        """Return the cell as plain values, for JSON."""
+        arms = [{**asdict(arm), "build": str(arm.build)} for arm in self.arms]
+        return {**asdict(self), "arms": arms, "widths": list(self.widths)}
+
+
+class Worker:
+    """One route's process, as the job sees it: one JSON line out, one back."""
+
+    def __init__(self, arm: Arm, command: Sequence[str]) -> None:
+        self.arm = arm
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        self.pid = self._process.pid
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send a request and wait for its answer; RoutewiseError where the worker failed."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise RoutewiseError(
+                f"the worker of route {self.arm.route} ended (code {self._process.wait()})",
+                "its message stands above; run the same command again",
+            )
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise RoutewiseError(f"route {self.arm.route}: {answer['error']}")
+        return answer
+
+    def close(self) -> None:
+        """End the worker and wait until it is gone."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def serve_arm(arm: Arm, model: Path, depth: int, width_max: int, seed: int, parent: int) -> None:
+    """Be a worker: open the arm's build and model, then time the passes asked for on stdin."""
+    end_with_parent(parent)
+    set_engine_environment(arm.env)
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing else writes among the answers
+
+    def answer(document: dict[str, Any]) -> None:
+        answers.write(json.dumps(document) + "\n")
+
+    try:
+        engine = load_engine(arm.build / "lib")
+        build = check_identity(engine, arm.build / "build.json")
+        opened = engine.open_model(model)
+        random = np.random.default_rng(seed)
+        tokens = random.integers(0, opened.n_vocab, depth + width_max).tolist()
+        context = opened.open_context(arm.settings)
+        prefill(context, tokens[:depth], arm.settings.micro_batch)
+        for line in sys.stdin:
+            request = json.loads(line)
+            if request["do"] == "describe":
+                answer({"build": build, "readback": context.readback})
+            elif request["do"] == "uncovered":
+                answer({"uncovered": engine.uncovered()})
+            else:
+                answer({"pass_ns": _time_pass(context, tokens, depth, request["width"])})
+    except RoutewiseError as error:
+        answer({"error": str(error)})
+
+
+def _time_pass(context: Context, tokens: list[int], depth: int, width: int) -> int:
+    pass_ns = context.decode(tokens[depth : depth + width], range(depth, depth + width))
+    context.remove(0, depth)
+    return pass_ns
+
+
+@contextmanager
+def _workers(cell: CostCell, model: Path, script: Path) -> Iterator[list[Worker]]:
+    with ExitStack() as stack:
+        workers = []
+        for index, arm in enumerate(cell.arms):
+            command = [sys.executable, str(script), "--cell", json.dumps(cell.document())]
+            command += ["--model", str(model), "--worker", str(index), "--parent", str(os.getpid())]
+            worker = Worker(arm, command)
+            stack.callback(worker.close)
+            workers.append(worker)
+        yield workers
+
+
+def measure_cost(
+    cell: CostCell,
+    model: Path,
+    model_record: dict[str, Any],
+    code_digest: str,
+    output: Path,
+    script: Path,
+) -> None:
+    """Measure a cost cell and write it to ``output``; ``script`` is what a worker is started by."""
+    started_at = datetime.now(UTC)
+    samples: list[dict[str, Any]] = []
+    with _workers(cell, model, script) as workers:
+        described = {w.arm.route: w.ask({"do": "describe"}) for w in workers}
+        for width in cell.widths:
+            for _ in range(cell.warmup):
+                for worker in workers:
+                    worker.ask({"do": "pass", "width": width})
+        pids = [os.getpid(), *(worker.pid for worker in workers)]
+        random = np.random.default_rng(cell.seed)
+        progress = Progress(f"cost {cell.model}:", cell.rounds, "rounds")
+        for round_index in range(cell.rounds):
+            before = read_load(pids)
+            taken = _one_round(cell, workers, round_index, random, len(samples))
+            share = other_cpu_share(before, read_load(pids))
+            load_1min, mhz = os.getloadavg()[0], clock_mhz()
+            for sample in taken:
+                sample |= {
+                    "other_cpu_share": share,
+                    "contended": share > CONTENDED_CORES,
+                    "load_1min": load_1min,
+                    "clock_mhz": mhz,
+                }
+            samples += taken
+            progress.advance(1)
+        progress.finish()
+        uncovered = {w.arm.route: w.ask({"do": "uncovered"})["uncovered"] for w in workers}
+    columns = {key: [sample[key] for sample in samples] for key in samples[0]}
+    provenance = {
+        "cell": {
+            "sweep": "cost",
+            "routes": [arm.route for arm in cell.arms],
+            "model": cell.model,
+            "digest": cell.digest,
+        },
+        "settings": {
+            "depth": cell.depth,
+            "rounds": cell.rounds,
+            "warmup": cell.warmup,
+            "routes": {arm.route: {**asdict(arm.settings), "env": arm.env} for arm in cell.arms},
+        },
+        "readback": {route: said["readback"] for route, said in described.items()},
+        "builds": {route: said["build"] for route, said in described.items()},
+        "coverage_report": "\n".join(sorted({text for text in uncovered.values() if text})),
+        "invalid_reasons": [],
+        "model": model_record,
+        "machine": describe_machine(),
+        "code_digest": code_digest,
+        "started_at": started_at.isoformat(timespec="seconds"),
+        "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    write_table(output, "cost", table_of("cost", columns), provenance)
+
+
+def _one_round(
+    cell: CostCell,
+    workers: list[Worker],
+    round_index: int,
+    random: np.random.Generator,
+    order: int,
+) -> list[dict[str, Any]]:
+    """Time every width once on every route; the routes' order turns round from round to round."""
+    turn = workers if round_index % 2 == 0 else workers[::-1]
+    taken = []
+    for width in random.permutation(cell.widths).tolist():
+        for worker in turn:
+            time.sleep(_SETTLE_S)
+            pass_ns = worker.ask({"do": "pass", "width": width})["pass_ns"]
+            taken.append(
+                {
+                    "route": worker.arm.route,
+                    "model": cell.model,
+                    "width": width,
+                    "round": round_index,
+                    "order": order + len(taken),
+                    "depth": cell.depth,
+                    "pass_ns": pass_ns,
+                }
+            )
+    return taken

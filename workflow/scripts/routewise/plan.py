@@ -1,0 +1,307 @@
+"""The plan of a study: every file that will be made, named by digests of what makes it.
+
+Nothing is compiled or measured here, so that ``snakemake -n`` says exactly what would run. A
+file's path holds the digest of everything that decides its content: sources and measuring code by
+their meaning (a comment changes nothing), models and prompts by their content, settings by value.
+What has been made once under a path is never made again, and what changes gets another path.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from routewise.build import BuildPlan, BuildSpec, plan_build
+from routewise.cell import PLAIN_VARIANT, Cell
+from routewise.cost import Arm, CostCell
+from routewise.digest import DigestCache, canonical_json, digest_of
+from routewise.errors import RoutewiseError
+from routewise.model import ModelPlan, plan_model
+from routewise.normalise import code_digest
+from routewise.patch import load_patch
+from routewise.prompt import load_prompts, prompts_digest
+from routewise.source import SourceSpec, fetch_source, is_fetched, source_root
+from routewise.study import Route, Study
+
+#: Environment of every replay. Threads that spin at a barrier slow a busy machine many times and
+#: change no bit; a cost cell, where time is what is measured, runs with the engine's own default.
+REPLAY_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
+
+DIGEST_LENGTH = 16
+
+
+@dataclass(frozen=True)
+class PromptPlan:
+    """Token ids of one prompt set under one model's tokenizer."""
+
+    prompts: str
+    model: str
+    file: Path
+    build: str  # whose tokenizer
+    context: int  # the least of the routes that decode them
+    digest: str
+    path: Path
+
+
+@dataclass(frozen=True)
+class CellPlan:
+    """One replay or plain cell, and the paths that it is made from."""
+
+    cell: Cell
+    build: str
+    prompts: PromptPlan
+    plain: Path | None
+    path: Path
+
+    @property
+    def document(self) -> str:
+        """The cell as one canonical JSON string."""
+        return canonical_json(self.cell.document())
+
+
+@dataclass(frozen=True)
+class CostPlan:
+    """One cost cell: a model on all routes of the sweep."""
+
+    cell: CostCell
+    builds: tuple[str, ...]
+    path: Path
+
+    @property
+    def document(self) -> str:
+        """The cell as one canonical JSON string."""
+        return canonical_json(self.cell.document())
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """Everything that a study's run will make."""
+
+    study: Study
+    results: Path
+    builds: dict[str, BuildPlan]
+    models: dict[str, ModelPlan]
+    prompts: dict[tuple[str, str], PromptPlan]  # (model, prompt set)
+    cells: dict[str, CellPlan]  # by path
+    costs: dict[str, CostPlan]  # by path
+    code: dict[str, str]  # digest of each measuring script
+
+    @property
+    def folder(self) -> Path:
+        """Where the study's tables, receipt and figures go."""
+        return self.results / self.study.name
+
+    def cell_paths(self) -> list[str]:
+        """Return the paths of all cells, in the order of the study."""
+        return [*self.cells, *self.costs]
+
+
+def fetch_sources(study: Study, results: Path, say: Callable[[str], None] | None = None) -> None:
+    """Bring the study's pinned sources into the results folder, unless they are there."""
+    for name, entry in study.sources.items():
+        spec = SourceSpec.from_config(name, entry)
+        if not is_fetched(name, spec, results):
+            fetch_source(name, spec, results, say=say or _say)
+
+
+def plan_study(study: Study, results: Path, root: Path) -> StudyPlan:
+    """Plan a study; ``root`` is the repository root, where patches and scripts lie.
+
+    Sources must have been fetched. Raises RoutewiseError where anything named does not exist, a
+    patch does not apply, or no compiler is found.
+    """
+    cache = DigestCache(results / ".cache" / "digests.json")
+    builds = _plan_builds(study, results, root, cache)
+    tools = {name: plan.tools_digest for name, plan in builds.items() if plan.patch is None}
+    models = {
+        name: plan_model(
+            name, study.models, results / "models", tool_digests=tools, cache=cache
+        )
+        for name in study.models
+    }
+    scripts = root / "workflow" / "scripts"
+    code = {
+        name: code_digest(scripts / f"{name}.py", cache)
+        for name in ("measure_replay", "measure_cost", "tokenize_prompts")
+    }
+    prompts = _plan_prompts(study, results, builds, models, code["tokenize_prompts"])
+    plan = StudyPlan(
+        study=study,
+        results=results,
+        builds=builds,
+        models=models,
+        prompts=prompts,
+        cells=_plan_replay(study, results, builds, models, prompts, code["measure_replay"]),
+        costs=_plan_cost(study, results, builds, models, code["measure_cost"]),
+        code=code,
+    )
+    cache.save()
+    return plan
+
+
+def _plan_builds(
+    study: Study, results: Path, root: Path, cache: DigestCache
+) -> dict[str, BuildPlan]:
+    plans = {}
+    for name, entry in study.builds.items():
+        spec = BuildSpec.from_config(name, entry)
+        source_spec = SourceSpec.from_config(spec.source, study.sources[spec.source])
+        if not is_fetched(spec.source, source_spec, results):
+            raise RoutewiseError(
+                f"source {spec.source}: not fetched", "python -m routewise fetch STUDY"
+            )
+        patch = load_patch(spec.patch, root / "patches") if spec.patch else None
+        tree = source_root(spec.source, source_spec, results)
+        plans[name] = plan_build(name, spec, tree, results, patch=patch, cache=cache)
+    return plans
+
+
+def _plan_prompts(
+    study: Study,
+    results: Path,
+    builds: Mapping[str, BuildPlan],
+    models: Mapping[str, ModelPlan],
+    code: str,
+) -> dict[tuple[str, str], PromptPlan]:
+    if study.replay is None:
+        return {}
+    name = study.replay["prompts"]
+    file = study.prompts[name]
+    content = prompts_digest(load_prompts(file))
+    routes = [study.routes[route] for route in study.replay["routes"]]
+    # a patch changes no tokenizer: an unpatched build, where there is one, serves all routes
+    build = next((r.build for r in routes if builds[r.build].patch is None), routes[0].build)
+    context = min(route.settings.context for route in routes)
+    plans = {}
+    for model in study.replay["models"]:
+        digest = digest_of(
+            {
+                "prompts": content,
+                "model": models[model].key,
+                "engine": builds[build].digest,
+                "context": context,
+                "code": code,
+            }
+        )[:DIGEST_LENGTH]
+        path = results / "prompts" / digest / f"{model}.{name}.parquet"
+        plans[(model, name)] = PromptPlan(name, model, file, build, context, digest, path)
+    return plans
+
+
+def variant_parameters(variant: str, replay: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sweep's parameters that a variant's rows depend on, and no others."""
+    wanted = {
+        PLAIN_VARIANT: ("top_k",),
+        "ragged": ("seed",),
+        "rollback": ("seed",),
+        "neighbours": ("seed", "neighbours"),
+    }
+    return {key: replay[key] for key in wanted.get(variant, ())}
+
+
+def _plan_replay(
+    study: Study,
+    results: Path,
+    builds: Mapping[str, BuildPlan],
+    models: Mapping[str, ModelPlan],
+    prompts: Mapping[tuple[str, str], PromptPlan],
+    code: str,
+) -> dict[str, CellPlan]:
+    cells: dict[str, CellPlan] = {}
+    if study.replay is None:
+        return cells
+    for route_name in study.replay["routes"]:
+        route = study.routes[route_name]
+        for model in study.replay["models"]:
+            prompt_plan = prompts[(model, study.replay["prompts"])]
+            plain: Path | None = None
+            for variant in (PLAIN_VARIANT, *study.replay_variants()):
+                parameters = variant_parameters(variant, study.replay)
+                env = {**REPLAY_ENVIRONMENT, **route.env}
+                digest = digest_of(
+                    {
+                        "sweep": "replay",
+                        "variant": variant,
+                        "settings": asdict(route.settings),
+                        "parameters": parameters,
+                        "env": env,
+                        "engine": builds[route.build].digest,
+                        "model": models[model].key,
+                        "prompts": prompt_plan.digest,
+                        "code": code,
+                        "plain": None if plain is None else plain.parent.name,
+                    }
+                )[:DIGEST_LENGTH]
+                name = f"replay.{route_name}.{model}.{variant}.parquet"
+                path = results / "cells" / digest / name
+                cell = Cell(
+                    sweep="replay",
+                    route=route_name,
+                    model=model,
+                    variant=variant,
+                    prompts=prompt_plan.prompts,
+                    digest=digest,
+                    settings=route.settings,
+                    parameters=parameters,
+                    env=env,
+                )
+                cells[str(path)] = CellPlan(cell, route.build, prompt_plan, plain, path)
+                plain = path if variant == PLAIN_VARIANT else plain
+    return cells
+
+
+def _plan_cost(
+    study: Study,
+    results: Path,
+    builds: Mapping[str, BuildPlan],
+    models: Mapping[str, ModelPlan],
+    code: str,
+) -> dict[str, CostPlan]:
+    costs: dict[str, CostPlan] = {}
+    if study.cost is None:
+        return costs
+    routes: list[Route] = [study.routes[name] for name in study.cost["routes"]]
+    arms = tuple(
+        Arm(route.name, builds[route.build].engine_dir, route.settings, route.env)
+        for route in routes
+    )
+    for model in study.cost["models"]:
+        cell = CostCell(
+            model=model,
+            digest="",
+            arms=arms,
+            widths=tuple(study.cost["widths"]),
+            depth=study.cost["depth"],
+            rounds=study.cost["rounds"],
+            warmup=study.cost["warmup"],
+        )
+        digest = digest_of(
+            {
+                "sweep": "cost",
+                "cell": cell.document(),
+                "engines": [builds[route.build].digest for route in routes],
+                "model": models[model].key,
+                "code": code,
+            }
+        )[:DIGEST_LENGTH]
+        cell = CostCell(**{**vars(cell), "digest": digest})
+        path = results / "cells" / digest / f"cost.{model}.parquet"
+        costs[str(path)] = CostPlan(cell, tuple(route.build for route in routes), path)
+    return costs
+
+
+def study_json(study: Study) -> str:
+    """Return the study's declaration as one canonical JSON string, defaults filled in."""
+    document = json.loads(json.dumps(study.document))
+    for sweep, filled in (("replay", study.replay), ("cost", study.cost)):
+        if filled is not None:
+            document["sweeps"][sweep] = filled
+    return canonical_json(document)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
