@@ -1,6 +1,8 @@
 # Compiles each build once: the engine that is measured, and the tools of a stock build.
 ENGINES = {plan.engine_dir.name: plan for plan in PLAN.builds.values()}
-TOOLS = {plan.tools_dir.name: plan for plan in PLAN.builds.values() if plan.patch is None}
+TOOLS = {
+    plan.tools_dir.name: plan for plan in PLAN.builds.values() if plan.patch is None
+}
 
 
 def build_arguments(plan, part):
@@ -19,15 +21,15 @@ rule build_engine:
         str(RESULTS / "builds" / "{engine}" / "build.json"),
     log:
         str(RESULTS / "logs" / "build_engine" / "{engine}.log"),
+    conda:
+        "../../envs/build-cpu.yaml"
+    threads: workflow.cores
     params:
         arguments=lambda w: [
             part
             for pair in build_arguments(ENGINES[w.engine], "engine").items()
             for part in pair
         ],
-    threads: workflow.cores
-    conda:
-        "../../envs/build-cpu.yaml"
     shell:
         "python {SCRIPTS}/build_backend.py {params.arguments:q} --patches-dir {PATCHES}"
         " --results-dir {RESULTS} --jobs {threads} --log {log}"
@@ -38,13 +40,15 @@ rule build_tools:
         str(RESULTS / "builds" / "{tools}" / "build.json"),
     log:
         str(RESULTS / "logs" / "build_tools" / "{tools}.log"),
-    params:
-        arguments=lambda w: [
-            part for pair in build_arguments(TOOLS[w.tools], "tools").items() for part in pair
-        ],
-    threads: workflow.cores
     conda:
         "../../envs/build-cpu.yaml"
+    threads: workflow.cores
+    params:
+        arguments=lambda w: [
+            part
+            for pair in build_arguments(TOOLS[w.tools], "tools").items()
+            for part in pair
+        ],
     shell:
         "python {SCRIPTS}/build_backend.py {params.arguments:q} --patches-dir {PATCHES}"
         " --results-dir {RESULTS} --jobs {threads} --log {log}"

@@ -38,14 +38,18 @@ PLAN = planned()
 STUDY = PLAN.study
 
 # jobs use this interpreter, and CMake and ninja beside it; and they end when this process does
-os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+os.environ["PATH"] = os.pathsep.join(
+    [str(Path(sys.executable).parent), os.environ["PATH"]]
+)
 os.environ["PYTHONUNBUFFERED"] = "1"
 watch.announce()
 
 
 wildcard_constraints:
     engine=one_of(plan.engine_dir.name for plan in PLAN.builds.values()),
-    tools=one_of(plan.tools_dir.name for plan in PLAN.builds.values() if plan.patch is None),
+    tools=one_of(
+        plan.tools_dir.name for plan in PLAN.builds.values() if plan.patch is None
+    ),
     key=one_of(plan.key[:12] for plan in PLAN.models.values()),
     model=one_of(STUDY.models),
     prompts=one_of(STUDY.prompts),

@@ -1,25 +1,28 @@
 # The cost sweep: one job per model, its routes interleaved; it takes all cores for itself.
 def cost_of(wildcards):
     """Return the plan of the cost cell that the wildcards name."""
-    return PLAN.costs[str(RESULTS / "cells" / wildcards.digest / f"cost.{wildcards.model}.parquet")]
+    return PLAN.costs[
+        str(RESULTS / "cells" / wildcards.digest / f"cost.{wildcards.model}.parquet")
+    ]
 
 
 rule measure_cost:
     input:
         builds=lambda w: [
-            str(PLAN.builds[build].engine_dir / "build.json") for build in cost_of(w).builds
+            str(PLAN.builds[build].engine_dir / "build.json")
+            for build in cost_of(w).builds
         ],
         model=lambda w: str(PLAN.models[w.model].path),
     output:
         str(RESULTS / "cells" / "{digest}" / "cost.{model}.parquet"),
     log:
         str(RESULTS / "logs" / "measure_cost" / "{digest}.{model}.log"),
+    conda:
+        "../../envs/measure.yaml"
+    threads: workflow.cores
     params:
         cell=lambda w: cost_of(w).document,
         code=PLAN.code["measure_cost"],
-    threads: workflow.cores
-    conda:
-        "../../envs/measure.yaml"
     shell:
         "python {SCRIPTS}/measure_cost.py --cell {params.cell:q} --model {input.model}"
         " --code-digest {params.code} --output {output} 2>&1 | tee {log}"

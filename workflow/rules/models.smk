@@ -1,6 +1,8 @@
 # Brings or derives each model: one GGUF and a model.json beside it.
 OBTAINED = {plan.name: plan for plan in PLAN.models.values() if plan.kind != "quantize"}
-QUANTIZED = {plan.name: plan for plan in PLAN.models.values() if plan.kind == "quantize"}
+QUANTIZED = {
+    plan.name: plan for plan in PLAN.models.values() if plan.kind == "quantize"
+}
 
 
 def tools_of(model):
@@ -16,12 +18,12 @@ rule obtain_model:
         str(RESULTS / "logs" / "obtain_model" / "{key}.{model}.log"),
     wildcard_constraints:
         model=one_of(OBTAINED),
+    conda:
+        "../../envs/measure.yaml"
     params:
         key=lambda w: OBTAINED[w.model].key,
         kind=lambda w: OBTAINED[w.model].kind,
         origin=lambda w: canonical_json(OBTAINED[w.model].origin),
-    conda:
-        "../../envs/measure.yaml"
     shell:
         "python {SCRIPTS}/obtain_model.py --name {wildcards.model} --key {params.key}"
         " --kind {params.kind} --origin {params.origin:q} --output {output} --log {log}"
@@ -37,14 +39,14 @@ rule quantize_model:
         str(RESULTS / "logs" / "quantize_model" / "{key}.{model}.log"),
     wildcard_constraints:
         model=one_of(QUANTIZED),
+    conda:
+        "../../envs/measure.yaml"
+    threads: 2
     params:
         key=lambda w: QUANTIZED[w.model].key,
         type=lambda w: STUDY.models[w.model]["type"],
         tool=lambda w: str(Path(tools_of(w.model)).parent / "bin" / "llama-quantize"),
         tool_digest=lambda w: QUANTIZED[w.model].tool_digest,
-    threads: 2
-    conda:
-        "../../envs/measure.yaml"
     shell:
         "python {SCRIPTS}/quantize_model.py --name {wildcards.model} --key {params.key}"
         " --base {input.base} --type {params.type} --tool {params.tool}"

@@ -26,6 +26,7 @@ def main(
     worker: int | None = None,
     parent: int | None = None,
 ) -> None:
+    """Measure ``cell`` into ``output``, or be worker number ``worker`` of process ``parent``."""
     if worker is not None and parent is not None:
         arm = cell.arms[worker]
         serve_arm(arm, model, cell.depth, max(cell.widths), cell.seed, parent)

@@ -30,6 +30,7 @@ def main(
     code_digest: str,
     output: Path,
 ) -> None:
+    """Measure ``cell`` into ``output``; ``plain`` is its plain cell, None where it is one."""
     end_with_snakemake()
     removed = set_engine_environment(cell.env)
     if removed:

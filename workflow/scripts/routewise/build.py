@@ -63,19 +63,13 @@ SHIM_FILES = ("CMakeLists.txt", "routewise_shim.cpp")
 
 @dataclass(frozen=True)
 class Backend:
-    """What one ggml backend adds to the CPU's: CMake options, component folders, a compiler."""
+    """What one ggml backend adds to the CPU's: CMake options and component folders."""
 
     options: Mapping[str, str]
     components: tuple[str, ...]
-    compilers: tuple[str, ...] = ()  # commands, the first one found is used
 
 
-BACKENDS: dict[str, Backend] = {
-    "cpu": Backend({}, ()),
-    "cuda": Backend({"GGML_CUDA": "ON"}, ("ggml-cuda",), ("nvcc",)),
-    "hip": Backend({"GGML_HIP": "ON"}, ("ggml-hip", "ggml-cuda"), ("hipcc",)),
-    "vulkan": Backend({"GGML_VULKAN": "ON"}, ("ggml-vulkan",), ("glslc",)),
-}
+BACKENDS: dict[str, Backend] = {"cpu": Backend({}, ())}
 
 #: The parts of a build: ninja targets, and what is copied out of the work folder.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -210,7 +204,7 @@ def plan_build(
     """
     backend = BACKENDS[spec.backend]
     options = {**DEFAULT_OPTIONS, **backend.options, **spec.options}
-    toolchain = toolchain_identity(spec.backend, options, cache)
+    toolchain = toolchain_identity(options, cache)
     changed = patched_files(patch, root, spec.source) if patch else {}
     engine = {*ENGINE_COMPONENTS, *backend.components}
     wanted = {*engine, *TOOL_COMPONENTS}
@@ -275,7 +269,7 @@ def find_compilers() -> tuple[Path, Path]:
 
 
 def toolchain_identity(
-    backend: str, options: Mapping[str, str], cache: DigestCache | None = None
+    options: Mapping[str, str], cache: DigestCache | None = None
 ) -> dict[str, str]:
     """Return what of the toolchain decides bits: versions and, for a native build, the host's CPU.
 
@@ -293,17 +287,6 @@ def toolchain_identity(
         )
     if native:
         identity["cpu"] = cpu
-    for command in BACKENDS[backend].compilers[:1]:
-        found = os.environ.get("CUDACXX") if command == "nvcc" else None
-        path = shutil.which(found or command) or shutil.which(f"/usr/local/cuda/bin/{command}")
-        if path is None:
-            raise RoutewiseError(
-                f"no {command} found for the backend {backend}",
-                "put the toolkit's bin folder on the PATH, or build for the backend cpu",
-            )
-        identity[command] = _cached_answer(
-            cache, Path(path), command, functools.partial(_run_compiler, [path, "--version"])
-        )
     return identity
 
 
@@ -523,8 +506,8 @@ def _configure(plan: BuildPlan, log: TextIO, log_path: Path, *, anew: bool) -> N
     options = {**plan.options, **FIXED_OPTIONS, "CMAKE_MAKE_PROGRAM": _program("ninja")}
     options |= {"CMAKE_C_COMPILER": os.fspath(c), "CMAKE_CXX_COMPILER": os.fspath(cxx)}
     ccache = shutil.which("ccache")
-    for language in ("C", "CXX", "CUDA"):
-        if ccache and (language != "CUDA" or plan.backend == "cuda"):
+    for language in ("C", "CXX"):
+        if ccache:
             options[f"CMAKE_{language}_COMPILER_LAUNCHER"] = ccache
     stamp, asked = binary / "routewise-options.json", canonical_json(options)
     same = stamp.is_file() and stamp.read_text() == asked

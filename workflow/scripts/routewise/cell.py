@@ -378,4 +378,3 @@ def _replay_rows(plain: PlainRun, replay: ReplayRun, prompt: dict[str, Any]) -> 
             "plain_repeat_equal": [False] * n,  # known only beside the plain cell
         },
     )
-

@@ -93,11 +93,13 @@ class Worker:
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request and wait for its answer; RoutewiseError where the worker failed."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        requests, answers = self._process.stdin, self._process.stdout
+        if requests is None or answers is None:
+            raise ValueError("a worker is started with pipes")
         try:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
+            requests.write(json.dumps(request) + "\n")
+            requests.flush()
+            line = answers.readline()
         except BrokenPipeError:
             line = ""
         if not line:
@@ -242,7 +244,7 @@ def _one_round(
 ) -> list[dict[str, Any]]:
     """Time every width once on every route; the routes' order turns round from round to round."""
     turn = workers if round_index % 2 == 0 else workers[::-1]
-    taken = []
+    taken: list[dict[str, Any]] = []
     for width in random.permutation(cell.widths).tolist():
         for worker in turn:
             time.sleep(_SETTLE_S)

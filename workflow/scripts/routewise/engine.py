@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from routewise.fingerprint import library_fingerprint
 from routewise.errors import RoutewiseError
+from routewise.fingerprint import library_fingerprint
 
 #: Measured through this file too: a change of it is a change of the measuring code.
 MEASURES_WITH = ("../../shim/routewise_shim.cpp",)
@@ -63,7 +63,7 @@ class Engine:
         return library_fingerprint(mapped, self.identity)
 
     def uncovered(self) -> str:
-        """Return what a patched build says it met and does not cover; '' for all covered or stock."""
+        """Return what a patched build met and does not cover; '' where there is nothing."""
         reports = []
         for path in mapped_libraries():
             backend = re.fullmatch(r"libggml-([a-z0-9]+)\.so[.0-9]*", path.name)
@@ -120,7 +120,7 @@ class Model:
         raise RoutewiseError(f"the tokenizer refused a text of {len(raw)} bytes")
 
     def open_context(self, settings: Settings, n_sequences: int = 1) -> Context:
-        """Make an empty context in which each of ``n_sequences`` has ``settings.context`` tokens."""
+        """Make an empty context: ``settings.context`` tokens for each of ``n_sequences``."""
         return Context(self, self._library, self._handle, settings, n_sequences)
 
     def close(self) -> None:
@@ -132,7 +132,12 @@ class Context:
     """A KV cache and the passes over it. Closed by ``close`` or at the end of a ``with`` block."""
 
     def __init__(
-        self, model: Model, library: ctypes.CDLL, model_handle: int, settings: Settings, n_sequences: int
+        self,
+        model: Model,
+        library: ctypes.CDLL,
+        model_handle: int,
+        settings: Settings,
+        n_sequences: int,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -184,12 +189,15 @@ class Context:
         n = len(tokens)
         if n > self.settings.micro_batch:
             raise RoutewiseError(
-                f"a pass of {n} tokens would be cut by the micro-batch of {self.settings.micro_batch}",
+                f"a pass of {n} tokens would be cut by the micro-batch of "
+                f"{self.settings.micro_batch}",
                 "raise the route's micro_batch or lower the width",
             )
         token_array = np.asarray(tokens, np.int32)
         position_array = np.asarray(positions, np.int32)
-        sequence_array = np.zeros(n, np.int32) if sequences is None else np.asarray(sequences, np.int32)
+        sequence_array = (
+            np.zeros(n, np.int32) if sequences is None else np.asarray(sequences, np.int32)
+        )
         want_array = np.ones(n, np.int8) if wants is None else np.asarray(wants, np.int8)
         pass_ns = ctypes.c_int64()
         code = self._library.rw_decode(
@@ -263,11 +271,15 @@ def load_engine(library_dir: Path) -> Engine:
         )
     shim = library_dir / SHIM
     if not shim.is_file():
-        raise RoutewiseError(f"{shim}: no such library", "build it: run the workflow, or `make demo`")
+        raise RoutewiseError(
+            f"{shim}: no such library", "build it: run the workflow, or `make demo`"
+        )
     try:
         library = ctypes.CDLL(str(shim))
     except OSError as error:
-        raise RoutewiseError(f"{shim}: cannot be loaded ({error})", "delete the build and run again") from error
+        raise RoutewiseError(
+            f"{shim}: cannot be loaded ({error})", "delete the build and run again"
+        ) from error
     engine = Engine(library_dir, library)
     strangers = [path for path in mapped_libraries() if path.parent != library_dir]
     if strangers:
@@ -290,12 +302,13 @@ def check_identity(engine: Engine, build_document: Path) -> dict[str, object]:
     for key, found in (("identity", engine.identity), ("fingerprint", fingerprint)):
         if document[key] != found:
             raise RoutewiseError(
-                f"{build_document}: {key} is {document[key]}, the libraries mapped here say {found}",
+                f"{build_document}: {key} is {document[key]}, the libraries mapped say {found}",
                 f"delete {build_document.parent} and run again",
             )
-    return {
-        key: document[key] for key in ("name", "backend", "patch", "identity", "digest")
-    } | {"fingerprint": fingerprint, "libraries": libraries}
+    return {key: document[key] for key in ("name", "backend", "patch", "identity", "digest")} | {
+        "fingerprint": fingerprint,
+        "libraries": libraries,
+    }
 
 
 def mapped_libraries() -> list[Path]:
@@ -319,7 +332,7 @@ def _pointer(array: npt.NDArray[np.int32]) -> ctypes.Array[ctypes.c_int32]:
 
 def _declare(library: ctypes.CDLL) -> None:
     integer, pointer, string = ctypes.c_int32, ctypes.c_void_p, ctypes.c_char_p
-    integers = ctypes.POINTER(ctypes.c_int32)
+    integers, flags = ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_int8)
     signatures = {
         "rw_identity": (string, []),
         "rw_system_info": (string, []),
@@ -339,8 +352,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "rw_context_n_threads_batch": (integer, [pointer]),
         "rw_decode": (
             integer,
-            [pointer, integer, integers, integers, integers]
-            + [ctypes.POINTER(ctypes.c_int8), ctypes.POINTER(ctypes.c_int64)],
+            [pointer, integer, integers, integers, integers, flags, ctypes.POINTER(ctypes.c_int64)],
         ),
         "rw_logits": (ctypes.POINTER(ctypes.c_float), [pointer, integer]),
         "rw_remove": (integer, [pointer, integer, integer, integer]),

@@ -35,7 +35,7 @@ class RoutewiseError(Exception):
 
 
 def report_errors(main: Callable[P, int | None]) -> Callable[P, int]:
-    """Wrap a script's ``main``: a RoutewiseError becomes a message and exit code 2, no traceback."""
+    """Wrap a script's ``main``: a RoutewiseError becomes a message and exit code 2."""
 
     @wraps(main)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> int:

@@ -118,9 +118,7 @@ def plan_study(study: Study, results: Path, root: Path) -> StudyPlan:
     builds = _plan_builds(study, results, root, cache)
     tools = {name: plan.tools_digest for name, plan in builds.items() if plan.patch is None}
     models = {
-        name: plan_model(
-            name, study.models, results / "models", tool_digests=tools, cache=cache
-        )
+        name: plan_model(name, study.models, results / "models", tool_digests=tools, cache=cache)
         for name in study.models
     }
     scripts = root / "workflow" / "scripts"

@@ -46,11 +46,14 @@ class Passes(Protocol):
         positions: Sequence[int],
         sequences: Sequence[int] | None = None,
         wants: Sequence[bool] | None = None,
-    ) -> int: ...
+    ) -> int:
+        """Run one pass; return its time in ns."""
 
-    def logits(self, index: int) -> Row: ...
+    def logits(self, index: int) -> Row:
+        """Return the row of token ``index`` of the last pass, valid until the next."""
 
-    def remove(self, sequence: int, first: int, end: int = -1) -> None: ...
+    def remove(self, sequence: int, first: int, end: int = -1) -> None:
+        """Remove positions [first, end) of a sequence from the cache."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ def plan_passes(
 
 
 def prefill(context: Passes, ids: Sequence[int], micro_batch: int, sequence: int = 0) -> int:
-    """Decode a prompt in passes of ``micro_batch``; return the last pass's index of its last row."""
+    """Decode a prompt in passes of ``micro_batch``; return where its last row is in the last."""
     index = -1
     for start in range(0, len(ids), micro_batch):
         part = ids[start : start + micro_batch]

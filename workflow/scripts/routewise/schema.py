@@ -68,7 +68,7 @@ REPLAY = pa.schema(
         pa.field("input_token_id", pa.int32(), nullable=False),
         pa.field("pass_index", pa.int32(), nullable=False),
         pa.field("pass_width", pa.int32(), nullable=False),  # recorded tokens of this sequence
-        pa.field("pass_tokens", pa.int32(), nullable=False),  # all tokens, drafts and neighbours too
+        pa.field("pass_tokens", pa.int32(), nullable=False),  # drafts and neighbours too
         pa.field("batch_offset", pa.int32(), nullable=False),
         pa.field("crosses_128", pa.bool_(), nullable=False),
         pa.field("crosses_256", pa.bool_(), nullable=False),
@@ -86,7 +86,8 @@ REPLAY = pa.schema(
         pa.field("replay_margin", pa.float32(), nullable=False),
         pa.field("plain_hash", HASH, nullable=False),
         pa.field("replay_hash", HASH, nullable=False),
-        pa.field("plain_repeat_equal", pa.bool_(), nullable=False),  # this job's plain row = plain cell's
+        # whether the plain row of this job has the bits of the plain cell's
+        pa.field("plain_repeat_equal", pa.bool_(), nullable=False),
     ]
 )
 

@@ -233,9 +233,7 @@ class _Checker:
                     "add it, or remove the route's reference",
                 )
 
-    def widths(
-        self, sweep: str, entry: Mapping[str, Any], routes: Mapping[str, Route]
-    ) -> None:
+    def widths(self, sweep: str, entry: Mapping[str, Any], routes: Mapping[str, Route]) -> None:
         key = f"sweeps.{sweep}.widths"
         self.unique(entry["widths"], key)
         for name in entry["routes"]:
