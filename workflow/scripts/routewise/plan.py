@@ -217,7 +217,7 @@ def _plan_replay(
         for model in study.replay["models"]:
             prompt_plan = prompts[(model, study.replay["prompts"])]
             plain: Path | None = None
-            for variant in (PLAIN_VARIANT, *study.replay_variants()):
+            for variant in (PLAIN_VARIANT, *study.replay_variants(route_name)):
                 parameters = variant_parameters(variant, study.replay)
                 env = {**REPLAY_ENVIRONMENT, **route.env}
                 digest = digest_of(

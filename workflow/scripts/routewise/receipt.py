@@ -157,7 +157,7 @@ def _replay(
         for model in sweep["models"]:
             own, doubts = _own_controls(tables, route, model)
             controls += own
-            for variant in replay_variants(tables.study):
+            for variant in replay_variants(tables.study, route):
                 judged = _judge(tables, route, model, variant, doubts)
                 somewhere.setdefault(route, {})[(model, variant)] = judged
                 claims.append(_claim(tables, route, model, variant, judged, expect))

@@ -38,6 +38,7 @@ REPLAY_DEFAULTS: dict[str, Any] = {
     "neighbours": 7,
     "seed": 1,
     "top_k": 10,
+    "only": {},
     "expect": {},
 }
 COST_DEFAULTS: dict[str, Any] = {
@@ -73,12 +74,24 @@ class Study:
     replay: dict[str, Any] | None
     cost: dict[str, Any] | None
 
-    def replay_variants(self) -> list[str]:
-        """Return the replay's variants: width 1 (a control) first, then widths, then shapes."""
+    def replay_variants(self, route: str | None = None) -> list[str]:
+        """Return the replay's variants: width 1 (a control) first, then widths, then shapes.
+
+        With a route, those of them that the study asks of this route.
+        """
         if self.replay is None:
             return []
-        widths = sorted({1, *self.replay["widths"]})
-        return [*(f"w{width}" for width in widths), *self.replay["shapes"]]
+        only = None if route is None else self.replay["only"].get(route)
+        return [
+            name
+            for name in variant_names(self.replay)
+            if only is None or name in only or name == "w1"
+        ]
+
+
+def variant_names(replay: Mapping[str, Any]) -> list[str]:
+    """Return the names of all variants of a replay sweep, width 1 among them."""
+    return [*(f"w{width}" for width in sorted({1, *replay["widths"]})), *replay["shapes"]]
 
 
 def read_study(path: Path) -> Study:
@@ -261,12 +274,13 @@ class _Checker:
                 )
 
     def expectations(self, replay: Mapping[str, Any]) -> None:
-        variants = [f"w{w}" for w in sorted({1, *replay["widths"]})] + list(replay["shapes"])
-        for route, expected in replay["expect"].items():
-            self.known(route, replay["routes"], "sweeps.replay.expect")
-            if isinstance(expected, Mapping):
-                for variant in expected:
-                    self.known(variant, variants, f"sweeps.replay.expect.{route}")
+        variants = variant_names(replay)
+        for key in ("only", "expect"):
+            for route, named in replay[key].items():
+                self.known(route, replay["routes"], f"sweeps.replay.{key}")
+                if not isinstance(named, str):
+                    for variant in named:
+                        self.known(variant, variants, f"sweeps.replay.{key}.{route}")
 
     def depth(self, cost: Mapping[str, Any], routes: Mapping[str, Route]) -> None:
         for name in cost["routes"]:

@@ -124,14 +124,19 @@ def study_digest(study: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical_json(study).encode()).hexdigest()
 
 
-def replay_variants(study: Mapping[str, Any]) -> list[str]:
-    """Return the names of the replay sweep's claimed variants, in the study's order.
+def replay_variants(study: Mapping[str, Any], route: str) -> list[str]:
+    """Return the names of the variants that a route is claimed to have, in the study's order.
 
     ``plain`` and ``w1`` are left out: the one is the reference, the other a control.
     """
     sweep = study.get("sweeps", {}).get(REPLAY_SWEEP) or {}
     names = [f"w{width}" for width in sweep.get("widths", [])] + list(sweep.get("shapes", []))
-    return [name for name in dict.fromkeys(names) if name not in (PLAIN_VARIANT, WIDTH_1)]
+    wanted = (sweep.get("only") or {}).get(route, names)
+    return [
+        name
+        for name in dict.fromkeys(names)
+        if name in wanted and name not in (PLAIN_VARIANT, WIDTH_1)
+    ]
 
 
 def variant_key(variant: str) -> tuple[int, int, str]:

@@ -41,8 +41,8 @@ template <int MAX, typename F> void tiles_of_columns(int n_cols, F && f) {
         switch (n) {
             case 1: f(c, std::integral_constant<int, 1>()); break;
             case 2: f(c, std::integral_constant<int, 2>()); break;
-            case 3: f(c, std::integral_constant<int, 3>()); break;
-            case 4: f(c, std::integral_constant<int, 4>()); break;
+            case 3: if constexpr (MAX >= 3) { f(c, std::integral_constant<int, 3>()); } break;
+            case 4: if constexpr (MAX >= 4) { f(c, std::integral_constant<int, 4>()); } break;
             case 5: if constexpr (MAX >= 5) { f(c, std::integral_constant<int, 5>()); } break;
             case 6: if constexpr (MAX >= 6) { f(c, std::integral_constant<int, 6>()); } break;
             case 7: if constexpr (MAX >= 7) { f(c, std::integral_constant<int, 7>()); } break;
@@ -105,57 +105,114 @@ struct weights_q4_1 {
     static __m256i load(const block & b) { return nibbles(b.qs); }
 };
 
-// R rows against C columns
-template <typename W, int R, int C>
-inline void blocks_tile(int64_t nb, const char * rows, size_t row_stride, const char * const * cols, float * const * outs, int64_t r0) {
-    const typename W::block * x[R];
-    const typename W::col *   y[C];
-    __m256                    acc[R][C];
-    [[maybe_unused]] float    summs[R][C];
-    for (int r = 0; r < R; r++) {
-        x[r] = (const typename W::block *) (rows + (r0 + r) * row_stride);
-        for (int c = 0; c < C; c++) {
-            acc[r][c]   = _mm256_setzero_ps();
-            summs[r][c] = 0.0f;
-        }
-    }
-    for (int c = 0; c < C; c++) {
-        y[c] = (const typename W::col *) cols[c];
-    }
+// The scales of the columns as floats, a column after the other; for Q4_1 those of the sums follow
+template <typename W> struct col_scales {
+    std::vector<float> values;
 
-    const __m256i sign = _mm256_set1_epi8((char) 0x80);
-    for (int64_t b = 0; b < nb; b++) {
-        __m256i w[R];
-        __m256i first[R];  // what the integer sums start from
-        float   dx[R];
-        for (int r = 0; r < R; r++) {
-            w[r]  = W::load(x[r][b]);
-            dx[r] = GGML_CPU_FP16_TO_FP32(x[r][b].d);
-            // The signed columns are raised by 128 to suit the unsigned side of the instruction; 128 times the weights is
-            // taken off again. Q4_1 has unsigned weights and needs neither
-            first[r] = _mm256_setzero_si256();
-            if constexpr (!W::HAS_MIN) {
-                first[r] = _mm256_sub_epi32(first[r], _mm256_dpbusd_epi32(_mm256_setzero_si256(), sign, w[r]));
-            }
+    const float * fill(int64_t nb, const char * const * cols, int n_cols) {
+        const size_t n = (size_t) (n_cols * nb);
+        if (values.size() < 2 * n) {
+            values.resize(2 * n);
         }
-        for (int c = 0; c < C; c++) {
-            const __m256i q  = _mm256_loadu_si256((const __m256i *) y[c][b].qs);
-            const __m256i qu = W::HAS_MIN ? q : _mm256_xor_si256(q, sign);
-            const float   dy = GGML_CPU_FP16_TO_FP32(y[c][b].d);
-            for (int r = 0; r < R; r++) {
-                const __m256i sums = W::HAS_MIN ? _mm256_dpbusd_epi32(first[r], w[r], q) : _mm256_dpbusd_epi32(first[r], qu, w[r]);
-                acc[r][c] = _mm256_fmadd_ps(_mm256_set1_ps(dx[r] * dy), _mm256_cvtepi32_ps(sums), acc[r][c]);
+        for (int c = 0; c < n_cols; c++) {
+            const typename W::col * y = (const typename W::col *) cols[c];
+            for (int64_t b = 0; b < nb; b++) {
+                values[c * nb + b] = _cvtsh_ss(y[b].d);
                 if constexpr (W::HAS_MIN) {
-                    summs[r][c] = std::fma(GGML_CPU_FP16_TO_FP32(x[r][b].m), GGML_CPU_FP16_TO_FP32(y[c][b].s), summs[r][c]);
+                    values[n + c * nb + b] = _cvtsh_ss(y[b].s);
                 }
             }
         }
+        return values.data();
+    }
+};
+
+// Four halves, one of each row, as floats
+template <int R> inline __m128 widen(const ggml_half (&h)[4]) {
+    uint64_t all;
+    memcpy(&all, h, sizeof(all));
+    return _mm_cvtph_ps(_mm_cvtsi64_si128((long long) all));
+}
+
+template <int I> inline __m256 lane_of_halves(__m256 x) {
+    return _mm256_shuffle_ps(x, x, I * 0x55);
+}
+
+// R rows (1 or 4) against C columns
+template <typename W, int R, int C>
+inline void blocks_tile(int64_t nb, const char * rows, size_t row_stride, const char * const * cols, const float * dy, const float * sy,
+                        float * const * outs, int64_t r0) {
+    static_assert(R == 1 || R == 4, "a lane of a half register a row");
+    const typename W::block * x[R];
+    const typename W::col *   y[C];
+    __m256                    acc[R][C];
+    [[maybe_unused]] __m128   summs[C];  // a lane a row
+    for (int r = 0; r < R; r++) {
+        x[r] = (const typename W::block *) (rows + (r0 + r) * row_stride);
+        for (int c = 0; c < C; c++) {
+            acc[r][c] = _mm256_setzero_ps();
+        }
     }
     for (int c = 0; c < C; c++) {
+        y[c]     = (const typename W::col *) cols[c];
+        summs[c] = _mm_setzero_ps();
+    }
+
+    [[maybe_unused]] const char * ahead = rows + (r0 + R) * row_stride;
+
+    const __m256i sign = _mm256_set1_epi8((char) 0x80);
+    for (int64_t b = 0; b < nb; b++) {
+        __m256i   w[R];
+        __m256i   first[R];  // what the integer sums start from
+        ggml_half d[4] = {};
+        ggml_half m[4] = {};
+        for (int r = 0; r < R; r++) {
+            w[r] = W::load(x[r][b]);
+            d[r] = x[r][b].d;
+            if constexpr (W::HAS_MIN) {
+                m[r]     = x[r][b].m;
+                first[r] = _mm256_setzero_si256();
+            } else {
+                // The signed columns are raised by 128 to suit the unsigned side of the instruction; 128 times the
+                // weights is taken off again here. Q4_1 has unsigned weights and needs neither
+                first[r] = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_dpbusd_epi32(_mm256_setzero_si256(), sign, w[r]));
+            }
+        }
+        if constexpr (R == 4) {
+            // Rows are short, so the hardware hardly notices that they follow each other: ask for the next four
+            const char * next = ahead + b * 4 * sizeof(typename W::block);
+            _mm_prefetch(next, _MM_HINT_T0);
+            _mm_prefetch(next + 64, _MM_HINT_T0);
+            if constexpr (4 * sizeof(typename W::block) > 128) {
+                _mm_prefetch(next + 128, _MM_HINT_T0);
+            }
+        }
+        const __m256 dx = _mm256_broadcast_f32x4(widen<R>(d));
+        for (int c = 0; c < C; c++) {
+            const __m256i q     = _mm256_loadu_si256((const __m256i *) y[c][b].qs);
+            const __m256i qu    = W::HAS_MIN ? q : _mm256_xor_si256(q, sign);
+            const __m256  scale = _mm256_mul_ps(dx, _mm256_set1_ps(dy[c * nb + b]));  // a row a lane, in both halves
+            const auto    sums  = [&](int r) {
+                return _mm256_cvtepi32_ps(W::HAS_MIN ? _mm256_dpbusd_epi32(first[r], w[r], q) : _mm256_dpbusd_epi32(first[r], qu, w[r]));
+            };
+            acc[0][c] = _mm256_fmadd_ps(lane_of_halves<0>(scale), sums(0), acc[0][c]);
+            if constexpr (R == 4) {
+                acc[1][c] = _mm256_fmadd_ps(lane_of_halves<1>(scale), sums(1), acc[1][c]);
+                acc[2][c] = _mm256_fmadd_ps(lane_of_halves<2>(scale), sums(2), acc[2][c]);
+                acc[3][c] = _mm256_fmadd_ps(lane_of_halves<3>(scale), sums(3), acc[3][c]);
+            }
+            if constexpr (W::HAS_MIN) {
+                summs[c] = _mm_fmadd_ps(widen<R>(m), _mm_set1_ps(sy[c * nb + b]), summs[c]);
+            }
+        }
+    }
+    for (int c = 0; c < C; c++) {
+        alignas(16) float sum_of_mins[4];
+        _mm_store_ps(sum_of_mins, summs[c]);
         for (int r = 0; r < R; r++) {
             float sum = sum_lanes(acc[r][c]);
             if constexpr (W::HAS_MIN) {
-                sum += summs[r][c];
+                sum += sum_of_mins[r];
             }
             outs[c][r0 + r] = sum;
         }
@@ -165,13 +222,20 @@ inline void blocks_tile(int64_t nb, const char * rows, size_t row_stride, const 
 template <typename W>
 void blocks_dot(ggml_vec_dot_t, int64_t k, const char * rows, size_t row_stride, int64_t n_rows, const char * const * cols,
                 float * const * outs, int n_cols) {
+    static thread_local col_scales<W> scales;
     const int64_t nb = k / 32;
+    const float * dy = scales.fill(nb, cols, n_cols);
+    const float * sy = dy + n_cols * nb;
     int64_t       r  = 0;
     for (; r + 4 <= n_rows; r += 4) {
-        tiles_of_columns<4>(n_cols, [&](int c, auto n) { blocks_tile<W, 4, n.value>(nb, rows, row_stride, cols + c, outs + c, r); });
+        tiles_of_columns<W::HAS_MIN ? 3 : 4>(n_cols, [&](int c, auto n) {
+            blocks_tile<W, 4, n.value>(nb, rows, row_stride, cols + c, dy + c * nb, sy + c * nb, outs + c, r);
+        });
     }
     for (; r < n_rows; r++) {
-        tiles_of_columns<4>(n_cols, [&](int c, auto n) { blocks_tile<W, 1, n.value>(nb, rows, row_stride, cols + c, outs + c, r); });
+        tiles_of_columns<4>(n_cols, [&](int c, auto n) {
+            blocks_tile<W, 1, n.value>(nb, rows, row_stride, cols + c, dy + c * nb, sy + c * nb, outs + c, r);
+        });
     }
 }
 
@@ -201,13 +265,19 @@ inline __m256i fold(__m512i x) {
     return _mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
 }
 
+// What the mins of Q5_K need of up to eight columns, a lane a column: per block the scale, and the sums of the
+// activations of its eight sub-blocks as four pairs of 16 bits
+struct eight_cols {
+    float   d[8];
+    int32_t pairs[4][8];
+};
+
 template <int C>
-inline void q5_K_row(int64_t nb, const block_q5_K * x, const char * const * cols, float * const * outs, int64_t r) {
+inline void q5_K_row(int64_t nb, const block_q5_K * x, const char * const * cols, const eight_cols * y8, float * const * outs, int64_t r) {
     __m256 acc[C];
-    float  summs[C];
+    __m256 summs = _mm256_setzero_ps();
     for (int c = 0; c < C; c++) {
-        acc[c]   = _mm256_setzero_ps();
-        summs[c] = 0.0f;
+        acc[c] = _mm256_setzero_ps();
     }
     const __m256i low4 = _mm256_set1_epi8(15);
     const __m256i bit4 = _mm256_set1_epi8(16);
@@ -215,26 +285,22 @@ inline void q5_K_row(int64_t nb, const block_q5_K * x, const char * const * cols
         const __m128i sm   = scales_and_mins(x[b].scales);
         const __m128i mins = _mm_cvtepu8_epi16(_mm_unpackhi_epi64(sm, sm));
         const __m256i high = _mm256_loadu_si256((const __m256i *) x[b].qh);
-        const float   dx   = GGML_CPU_FP16_TO_FP32(x[b].d);
-        const float   mx   = GGML_CPU_FP16_TO_FP32(x[b].dmin);
+        const float   dx   = _cvtsh_ss(x[b].d);
+        const float   mx   = _cvtsh_ss(x[b].dmin);
 
         __m512i w[4];
         __m512i scale[4];
+        // one scale per sub-block, in the low 16 bits of each of its eight lanes
+        const __m512i s32 = _mm512_cvtepu8_epi32(sm);
         for (int j = 0; j < 4; j++) {
-            const __m256i q    = _mm256_loadu_si256((const __m256i *) (x[b].qs + 32 * j));
+            const __m256i q  = _mm256_loadu_si256((const __m256i *) (x[b].qs + 32 * j));
             // bits 2j and 2j+1 of the high bytes go to bit 4
-            const __m256i h0   = _mm256_and_si256(j < 2 ? _mm256_slli_epi16(high, 4 - 2 * j) : _mm256_srli_epi16(high, 2 * j - 4), bit4);
-            const __m256i h1   = _mm256_and_si256(j < 2 ? _mm256_slli_epi16(high, 3 - 2 * j) : _mm256_srli_epi16(high, 2 * j - 3), bit4);
-            w[j] = join(_mm256_or_si256(_mm256_and_si256(q, low4), h0),
-                        _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(q, 4), low4), h1));
-        }
-        {
-            // one scale per sub-block, in the low 16 bits of each lane
-            alignas(16) uint8_t s[16];
-            _mm_store_si128((__m128i *) s, sm);
-            for (int j = 0; j < 4; j++) {
-                scale[j] = join(_mm256_set1_epi32(s[2 * j]), _mm256_set1_epi32(s[2 * j + 1]));
-            }
+            const __m256i h0 = _mm256_and_si256(j < 2 ? _mm256_slli_epi16(high, 4 - 2 * j) : _mm256_srli_epi16(high, 2 * j - 4), bit4);
+            const __m256i h1 = _mm256_and_si256(j < 2 ? _mm256_slli_epi16(high, 3 - 2 * j) : _mm256_srli_epi16(high, 2 * j - 3), bit4);
+            w[j]     = join(_mm256_or_si256(_mm256_and_si256(q, low4), h0),
+                            _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(q, 4), low4), h1));
+            scale[j] = _mm512_permutexvar_epi32(
+                _mm512_add_epi32(_mm512_set1_epi32(2 * j), _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1)), s32);
         }
         for (int c = 0; c < C; c++) {
             const block_q8_K & y = ((const block_q8_K *) cols[c])[b];
@@ -244,17 +310,20 @@ inline void q5_K_row(int64_t nb, const block_q5_K * x, const char * const * cols
                 const __m512i dot = _mm512_dpbusd_epi32(_mm512_setzero_si512(), w[j], _mm512_loadu_si512(y.qs + 64 * j));
                 sums = _mm512_dpwssd_epi32(sums, dot, scale[j]);
             }
-            const __m256i q8sums = _mm256_loadu_si256((const __m256i *) y.bsums);
-            const __m128i q8s    = _mm_hadd_epi16(_mm256_castsi256_si128(q8sums), _mm256_extracti128_si256(q8sums, 1));
-            __m128i       prod   = _mm_madd_epi16(mins, q8s);
-            prod = _mm_add_epi32(prod, _mm_shuffle_epi32(prod, 0x4e));
-            prod = _mm_add_epi32(prod, _mm_shuffle_epi32(prod, 0xb1));
-            summs[c] = std::fma(-(y.d * mx), (float) _mm_cvtsi128_si32(prod), summs[c]);
-            acc[c]   = _mm256_fmadd_ps(_mm256_set1_ps(y.d * dx), _mm256_cvtepi32_ps(fold(sums)), acc[c]);
+            acc[c] = _mm256_fmadd_ps(_mm256_set1_ps(y.d * dx), _mm256_cvtepi32_ps(fold(sums)), acc[c]);
         }
+        __m256i of_mins = _mm256_setzero_si256();
+        of_mins = _mm256_dpwssd_epi32(of_mins, _mm256_loadu_si256((const __m256i *) y8[b].pairs[0]), _mm256_broadcastd_epi32(mins));
+        of_mins = _mm256_dpwssd_epi32(of_mins, _mm256_loadu_si256((const __m256i *) y8[b].pairs[1]), _mm256_broadcastd_epi32(_mm_srli_si128(mins, 4)));
+        of_mins = _mm256_dpwssd_epi32(of_mins, _mm256_loadu_si256((const __m256i *) y8[b].pairs[2]), _mm256_broadcastd_epi32(_mm_srli_si128(mins, 8)));
+        of_mins = _mm256_dpwssd_epi32(of_mins, _mm256_loadu_si256((const __m256i *) y8[b].pairs[3]), _mm256_broadcastd_epi32(_mm_srli_si128(mins, 12)));
+        const __m256 dmin = _mm256_mul_ps(_mm256_loadu_ps(y8[b].d), _mm256_set1_ps(-mx));
+        summs = _mm256_fmadd_ps(dmin, _mm256_cvtepi32_ps(of_mins), summs);
     }
+    alignas(32) float sum_of_mins[8];
+    _mm256_store_ps(sum_of_mins, summs);
     for (int c = 0; c < C; c++) {
-        outs[c][r] = sum_lanes(acc[c]) + summs[c];
+        outs[c][r] = sum_lanes(acc[c]) + sum_of_mins[c];
     }
 }
 
@@ -269,7 +338,7 @@ inline void q6_K_row(int64_t nb, const block_q6_K * x, const char * const * cols
     const __m512i low16 = _mm512_set1_epi32(0xffff);
     for (int64_t b = 0; b < nb; b++) {
         const __m128i s8 = _mm_loadu_si128((const __m128i *) x[b].scales);
-        const float   dx = GGML_CPU_FP16_TO_FP32(x[b].d);
+        const float   dx = _cvtsh_ss(x[b].d);
 
         __m512i w[4];
         __m512i scale[4];
@@ -292,17 +361,16 @@ inline void q6_K_row(int64_t nb, const block_q6_K * x, const char * const * cols
             scale[j] = _mm512_permutexvar_epi32(index, s32);
         }
         // The weights stand 32 too high; stock takes that off lane by lane, in its own arrangement
-        const __m256i s16 = _mm256_cvtepi8_epi16(s8);
+        const __m512i s16 = _mm512_zextsi256_si512(_mm256_slli_epi16(_mm256_sub_epi16(_mm256_setzero_si256(), _mm256_cvtepi8_epi16(s8)), 5));
         for (int c = 0; c < C; c++) {
             const block_q8_K & y = ((const block_q8_K *) cols[c])[b];
-            __m512i sums = _mm512_setzero_si512();
+            const __m512i bsums = _mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *) y.bsums));
+            __m512i       sums  = _mm512_dpwssd_epi32(_mm512_setzero_si512(), bsums, s16);
             for (int j = 0; j < 4; j++) {
                 const __m512i dot = _mm512_dpbusd_epi32(_mm512_setzero_si512(), w[j], _mm512_loadu_si512(y.qs + 64 * j));
                 sums = _mm512_dpwssd_epi32(sums, dot, scale[j]);
             }
-            const __m256i off   = _mm256_slli_epi32(_mm256_madd_epi16(_mm256_loadu_si256((const __m256i *) y.bsums), s16), 5);
-            const __m256i lanes = _mm256_sub_epi32(fold(sums), off);
-            acc[c] = _mm256_fmadd_ps(_mm256_set1_ps(y.d * dx), _mm256_cvtepi32_ps(lanes), acc[c]);
+            acc[c] = _mm256_fmadd_ps(_mm256_set1_ps(y.d * dx), _mm256_cvtepi32_ps(fold(sums)), acc[c]);
         }
     }
     for (int c = 0; c < C; c++) {
@@ -312,11 +380,26 @@ inline void q6_K_row(int64_t nb, const block_q6_K * x, const char * const * cols
 
 void q5_K_dot(ggml_vec_dot_t, int64_t k, const char * rows, size_t row_stride, int64_t n_rows, const char * const * cols,
               float * const * outs, int n_cols) {
-    for (int64_t r = 0; r < n_rows; r++) {
-        tiles_of_columns<8>(n_cols, [&](int c, auto n) {
-            q5_K_row<n.value>(k / QK_K, (const block_q5_K *) (rows + r * row_stride), cols + c, outs + c, r);
-        });
-    }
+    static thread_local std::vector<eight_cols> buffer;
+    const int64_t nb = k / QK_K;
+    tiles_of_columns<8>(n_cols, [&](int c0, auto n) {
+        buffer.assign(nb, eight_cols{});
+        for (int c = 0; c < n.value; c++) {
+            const block_q8_K * y = (const block_q8_K *) cols[c0 + c];
+            for (int64_t b = 0; b < nb; b++) {
+                buffer[b].d[c] = y[b].d;
+                const __m256i bsums = _mm256_loadu_si256((const __m256i *) y[b].bsums);
+                alignas(16) int32_t pairs[4];
+                _mm_store_si128((__m128i *) pairs, _mm_hadd_epi16(_mm256_castsi256_si128(bsums), _mm256_extracti128_si256(bsums, 1)));
+                for (int p = 0; p < 4; p++) {
+                    buffer[b].pairs[p][c] = pairs[p];
+                }
+            }
+        }
+        for (int64_t r = 0; r < n_rows; r++) {
+            q5_K_row<n.value>(nb, (const block_q5_K *) (rows + r * row_stride), cols + c0, buffer.data(), outs + c0, r);
+        }
+    });
 }
 
 void q6_K_dot(ggml_vec_dot_t, int64_t k, const char * rows, size_t row_stride, int64_t n_rows, const char * const * cols,
@@ -330,31 +413,56 @@ void q6_K_dot(ggml_vec_dot_t, int64_t k, const char * rows, size_t row_stride, i
 
 // ---- F16 against F16 ----
 //
-// Order kept: four accumulators of 16 lanes, a fused multiply-add each per 64 values, then stock's reduction, then what
-// is left over in double.
+// Order kept: four accumulators of 16 lanes, of which each takes every fourth group of 16 values by a fused
+// multiply-add, then stock's reduction, then what is left over in double.
 
+static_assert(GGML_F32_ARR == 4 && GGML_F32_STEP == 64, "stock's dot product has four accumulators of 16 lanes");
+
+// Numbers in memory that begins at a cache line: a load within a line costs half of one across two
+struct aligned_floats {
+    std::vector<float> values;
+
+    float * take(size_t n) {
+        if (values.size() < n + 16) {
+            values.resize(n + 16);
+        }
+        return (float *) (((uintptr_t) values.data() + 63) / 64 * 64);
+    }
+};
+
+// R rows against C columns, which stand widened at `wide`, `stride` floats apart. Four accumulators for each of the
+// R*C products fill the registers at six products
 template <int R, int C>
-inline void f16_tile(int64_t k, const char * rows, size_t row_stride, const float * const * wide, const char * const * cols,
+inline void f16_tile(int64_t k, const char * rows, size_t row_stride, const float * wide, int64_t stride, const char * const * cols,
                      float * const * outs, int64_t r0) {
     const ggml_fp16_t * x[R];
-    __m512              acc[R][C][GGML_F32_ARR];
+    __m512              acc[R][C][4];
     for (int r = 0; r < R; r++) {
         x[r] = (const ggml_fp16_t *) (rows + (r0 + r) * row_stride);
         for (int c = 0; c < C; c++) {
-            for (int j = 0; j < GGML_F32_ARR; j++) {
+            for (int j = 0; j < 4; j++) {
                 acc[r][c][j] = _mm512_setzero_ps();
             }
         }
     }
-    const int64_t np = k & ~(int64_t) (GGML_F32_STEP - 1);
-    for (int64_t i = 0; i < np; i += GGML_F32_STEP) {
-        for (int j = 0; j < GGML_F32_ARR; j++) {
+    const int64_t np = k / 64 * 64;
+    const char *  ahead = rows + (r0 + R) * row_stride;
+    for (int64_t i = 0; i < np; i += 64) {
+        for (int r = 0; r < R; r++) {
+            // Rows may be short, so the hardware hardly notices that they follow each other: ask for the next ones
+            _mm_prefetch(ahead + (i * R + 64 * r) * 2, _MM_HINT_T0);
+            _mm_prefetch(ahead + (i * R + 64 * r) * 2 + 64, _MM_HINT_T0);
+        }
+        for (int j = 0; j < 4; j++) {
             __m512 w[R];
             for (int r = 0; r < R; r++) {
                 w[r] = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) (x[r] + i + 16 * j)));
             }
             for (int c = 0; c < C; c++) {
-                const __m512 v = _mm512_loadu_ps(wide[c] + i + 16 * j);
+                __m512 v = _mm512_load_ps(wide + c * stride + i + 16 * j);
+                if constexpr (R > 1) {
+                    __asm__("" : "+v"(v));  // load it once, not once per row as an operand of each multiply-add
+                }
                 for (int r = 0; r < R; r++) {
                     acc[r][c][j] = _mm512_fmadd_ps(w[r], v, acc[r][c][j]);
                 }
@@ -367,7 +475,7 @@ inline void f16_tile(int64_t k, const char * rows, size_t row_stride, const floa
             ggml_float sum;
             GGML_F32x16_REDUCE(sum, acc[r][c]);
             for (int64_t i = np; i < k; i++) {
-                sum += (ggml_float) (GGML_CPU_FP16_TO_FP32(x[r][i]) * GGML_CPU_FP16_TO_FP32(y[i]));
+                sum += (ggml_float) (_cvtsh_ss(x[r][i]) * _cvtsh_ss(y[i]));
             }
             outs[c][r0 + r] = (float) sum;
         }
@@ -377,37 +485,32 @@ inline void f16_tile(int64_t k, const char * rows, size_t row_stride, const floa
 void f16_dot(ggml_vec_dot_t, int64_t k, const char * rows, size_t row_stride, int64_t n_rows, const char * const * cols,
              float * const * outs, int n_cols) {
     // The columns are widened once, for all rows
-    static thread_local std::vector<float> buffer;
-    constexpr int                          MAX_COLS = 64;
-    const float *                          wide[MAX_COLS];
-    const int64_t                          stride = (k + 15) / 16 * 16 + 16;
-    GGML_ASSERT(n_cols <= MAX_COLS);
-    if (buffer.size() < (size_t) (stride * n_cols)) {
-        buffer.resize(stride * n_cols);
-    }
+    static thread_local aligned_floats buffer;
+    const int64_t np     = k / 64 * 64;
+    const int64_t stride = np + 16;  // not a multiple of 4096 bytes, where columns would fight for the same cache lines
+    float *       wide   = buffer.take(stride * n_cols);
     for (int c = 0; c < n_cols; c++) {
-        float * to = buffer.data() + c * stride;
-        for (int64_t i = 0; i + 16 <= k; i += 16) {
-            _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) ((const ggml_fp16_t *) cols[c] + i))));
+        const ggml_fp16_t * y = (const ggml_fp16_t *) cols[c];
+        for (int64_t i = 0; i < np; i += 16) {
+            _mm512_store_ps(wide + c * stride + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *) (y + i))));
         }
-        wide[c] = to;
     }
-    int64_t r = 0;
-    for (; r + 2 <= n_rows; r += 2) {
-        tiles_of_columns<4>(n_cols, [&](int c, auto n) {
-            // two rows by three columns fill the registers
-            if constexpr (n.value <= 3) {
-                f16_tile<2, n.value>(k, rows, row_stride, wide + c, cols + c, outs + c, r);
-            } else {
-                f16_tile<2, 2>(k, rows, row_stride, wide + c, cols + c, outs + c, r);
-                f16_tile<2, n.value - 2>(k, rows, row_stride, wide + c + 2, cols + c + 2, outs + c + 2, r);
-            }
+    const auto rows_by = [&](auto R, int64_t r) {
+        tiles_of_columns<6 / R.value>(n_cols, [&](int c, auto C) {
+            f16_tile<R.value, C.value>(k, rows, row_stride, wide + c * stride, stride, cols + c, outs + c, r);
         });
+    };
+    int64_t r = 0;
+    if (n_cols == 2 || n_cols == 4) {
+        for (; r + 3 <= n_rows; r += 3) {
+            rows_by(std::integral_constant<int, 3>(), r);
+        }
+    }
+    for (; r + 2 <= n_rows; r += 2) {
+        rows_by(std::integral_constant<int, 2>(), r);
     }
     for (; r < n_rows; r++) {
-        tiles_of_columns<4>(n_cols, [&](int c, auto n) {
-            f16_tile<1, n.value>(k, rows, row_stride, wide + c, cols + c, outs + c, r);
-        });
+        rows_by(std::integral_constant<int, 1>(), r);
     }
 }
 
