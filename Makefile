@@ -30,7 +30,7 @@ OPTIONS = --profile $(PROFILE) --configfile $(STUDY)
 # Progress bars in a terminal, plain lines in a file or a pipe.
 BARS = $$([ -t 2 ] && echo --logger rich || true)
 
-.PHONY: help setup demo plan check test lint format lock clean-results clean
+.PHONY: help setup demo cpu-exact plan check test lint format lock clean-results clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -65,6 +65,11 @@ demo: setup  ## fetch, build, measure and report the study, up to the final tabl
 	       "On Debian and Ubuntu: apt-get install g++" >&2; exit 2; }
 	$(BIN)/python -m routewise fetch $(STUDY)
 	$(SNAKEMAKE) $(OPTIONS) $(BARS)
+
+cpu-exact: setup  ## run config/studies/cpu-exact.yaml, the whole matrix of the patch (over an hour)
+	@mkdir -p results/made
+	$(BIN)/python tests/small_gguf.py results/made/rows256-f16.gguf --type f16
+	$(MAKE) demo STUDY=config/studies/cpu-exact.yaml
 
 plan: setup  ## say what `make demo` would do, and do nothing
 	$(SNAKEMAKE) $(OPTIONS) --dry-run
