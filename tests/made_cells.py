@@ -300,7 +300,8 @@ class MadeStudy:
 
     def write(self) -> list[Path]:
         """Write the cells; return their paths."""
-        sweep = self.declared["sweeps"]["replay"]
+        nothing: dict[str, Any] = {"routes": [], "models": [], "widths": [], "shapes": []}
+        sweep = self.declared["sweeps"].get("replay", nothing)
         variants = [f"w{width}" for width in (1, *sweep["widths"])] + list(sweep["shapes"])
         paths = []
         for route in sweep["routes"]:

@@ -142,9 +142,9 @@ class Bench:
         finally:
             run.kill_group()
 
-    def jobs_left(self) -> dict[str, int]:
+    def jobs_left(self, *targets: str) -> dict[str, int]:
         """Return how many jobs of which rule ``snakemake -n`` would run; empty for none."""
-        outcome = self.snakemake("--dry-run").check()
+        outcome = self.snakemake("--dry-run", *targets).check()
         if "Nothing to be done" in outcome.text:
             return {}
         counts = re.findall(r"^(\w+) +(\d+)$", outcome.text.partition("Job stats")[2], re.MULTILINE)
@@ -161,13 +161,15 @@ class Bench:
         return named
 
     def processes(self, script: str = "/workflow/scripts/") -> list[int]:
-        """Return the live processes whose command names ``script`` and which belong to this folder."""
+        """Return the live processes of this folder whose command names ``script``."""
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit() or int(entry.name) == os.getpid():
                 continue
             try:
-                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+                command = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+                )
                 place = os.readlink(entry / "cwd")
             except OSError:  # it ended, or is not ours to see
                 continue

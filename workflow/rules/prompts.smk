@@ -4,7 +4,7 @@ PROMPTS = {plan.digest: plan for plan in PLAN.prompts.values()}
 
 rule tokenize_prompts:
     input:
-        model=lambda w: str(PLAN.models[w.model].path),
+        unpack(lambda w: model_inputs(w.model)),
         build=lambda w: str(
             PLAN.builds[PROMPTS[w.digest].build].engine_dir / "build.json"
         ),
@@ -15,7 +15,8 @@ rule tokenize_prompts:
     conda:
         "../../envs/measure.yaml"
     params:
-        file=lambda w: str(PROMPTS[w.digest].file),
+        # `output` keeps Snakemake from tracking it: prompts that moved are the same prompts
+        file=lambda w, output: str(PROMPTS[w.digest].file),
         context=lambda w: PROMPTS[w.digest].context,
         library_dir=lambda w, input: str(Path(input.build).parent / "lib"),
     shell:

@@ -15,7 +15,7 @@ def cell_inputs(wildcards, variant):
     planned_cell = cell_of(cell_path(wildcards, variant))
     inputs = {
         "build": str(PLAN.builds[planned_cell.build].engine_dir / "build.json"),
-        "model": str(PLAN.models[planned_cell.cell.model].path),
+        **model_inputs(planned_cell.cell.model),
         "prompts": str(planned_cell.prompts.path),
     }
     return inputs | ({"plain": str(planned_cell.plain)} if planned_cell.plain else {})

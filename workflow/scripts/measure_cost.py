@@ -32,6 +32,7 @@ def main(
         serve_arm(arm, model, cell.depth, max(cell.widths), cell.seed, parent)
         return
     end_with_snakemake()
+    print(f"cost {cell.model}: writing {output}")
     measure_cost(cell, model, asdict(read_model(model)), code_digest, output, Path(__file__))
 
 

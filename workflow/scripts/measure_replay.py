@@ -18,6 +18,8 @@ from routewise.machine import set_engine_environment
 from routewise.model import read_model
 from routewise.watch import end_with_snakemake
 
+SET_BY_SNAKEMAKE = "OMP_NUM_THREADS"
+
 
 @report_errors
 def main(
@@ -32,9 +34,10 @@ def main(
 ) -> None:
     """Measure ``cell`` into ``output``; ``plain`` is its plain cell, None where it is one."""
     end_with_snakemake()
-    removed = set_engine_environment(cell.env)
+    removed = set(set_engine_environment(cell.env)) - {SET_BY_SNAKEMAKE}
     if removed:
-        print(f"left out of the engine's environment: {', '.join(removed)}")
+        print(f"left out of the engine's environment: {', '.join(sorted(removed))}")
+    print(f"{cell.name}: writing {output}")
     inputs = Inputs(build, model, asdict(read_model(model)), prompts, store, code_digest)
     measure_cell(cell, inputs, output, plain)
 

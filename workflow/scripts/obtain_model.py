@@ -1,4 +1,4 @@
-"""Obtain one model of a study (kind package, path or url): the GGUF and its model.json.
+"""Obtain one model of a study (kind package, path or url): the GGUF and its record (JSON).
 
 Reads nothing but its arguments; writes OUTPUT and the document beside it, whole or not at all.
 """
@@ -19,7 +19,7 @@ from routewise.watch import end_with_snakemake
 def main(
     name: str, key: str, kind: str, origin: dict[str, str], output: Path, log: Path | None
 ) -> None:
-    """Make ``output`` and its ``model.json``; see :func:`routewise.obtain.obtain_model`."""
+    """Make ``output`` and its record; see :func:`routewise.obtain.obtain_model`."""
     record = obtain_model(ModelPlan(name, kind, key, output, origin), log=log)
     print(f"{output}: {record.n_bytes:,} bytes, {record.architecture}, SHA-256 {record.sha256}")
 

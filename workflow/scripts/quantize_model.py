@@ -1,6 +1,6 @@
 """Quantise one model of a study from another, with a build's llama-quantize.
 
-Reads BASE (with its model.json); writes OUTPUT and its model.json, whole or not at all.
+Reads BASE (with its record beside it); writes OUTPUT and its record, whole or not at all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(
     threads: int,
     log: Path | None,
 ) -> None:
-    """Make ``output`` and its ``model.json``; see :func:`routewise.obtain.quantize`."""
+    """Make ``output`` and its record; see :func:`routewise.obtain.quantize`."""
     plan = ModelPlan(name, "quantize", key, output, {"type": type}, base, tool_digest)
     record = quantize(plan, tool, threads=threads, log=log)
     print(f"{output}: {record.n_bytes:,} bytes, tensors {record.tensor_types}")

@@ -71,7 +71,7 @@ class Inputs:
 
     build: Path  # folder with lib/ and build.json
     model: Path
-    model_record: dict[str, Any]  # model.json: name, sha256, ...
+    model_record: dict[str, Any]  # of the model: name, sha256, ...
     prompts: Path
     store: Path
     code_digest: str

@@ -6,7 +6,7 @@ the llama-quantize of a named build.
 
 :func:`plan_model` names a model's file before anything is fetched: the key is a digest of what the
 file is made from, so the path is known when the workflow is planned. :mod:`routewise.obtain` then
-makes the file, with ``model.json`` beside it, which :func:`read_model` reads.
+makes the file, with a JSON record beside it, which :func:`read_model` reads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from pathlib import Path
 from routewise.digest import DigestCache, digest_of, sha256_file
 from routewise.errors import RoutewiseError
 
-DOCUMENT = "model.json"
 
 #: Which keys each kind of model needs, and which it may have besides ``kind``.
 KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
@@ -50,8 +49,8 @@ class ModelPlan:
 
     @property
     def document(self) -> Path:
-        """The ``model.json`` beside the file."""
-        return self.path.parent / DOCUMENT
+        """The record beside the file: ``<name>.json``."""
+        return record_path(self.path)
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Derivation:
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """What ``model.json`` holds of a finished model. Sizes in bytes, times in nanoseconds."""
+    """What the record beside a finished model holds. Sizes in bytes, times in nanoseconds."""
 
     name: str
     kind: str
@@ -160,13 +159,18 @@ def _plan(
     return ModelPlan(name, kind, key, path, origin, base, tool_digest)
 
 
+def record_path(path: Path) -> Path:
+    """Return where the record of the model at ``path`` is."""
+    return path.with_suffix(".json")
+
+
 def read_model(path: Path) -> ModelRecord:
     """Return the record of the finished model at ``path``.
 
     Raises RoutewiseError where file or document is missing, and where the file is no longer the
-    one that was digested: of another size, or a link to a file modified since.
+    one that was digested: of another size, or a link to a file whose content was changed since.
     """
-    document = path.parent / DOCUMENT
+    document = record_path(path)
     try:
         found = json.loads(document.read_text())
         stat = path.stat()
@@ -180,7 +184,8 @@ def read_model(path: Path) -> ModelRecord:
         ) from error
     derived = found.pop("derived_from")
     record = ModelRecord(**found, derived_from=derived and Derivation(**derived))
-    changed = record.linked_mtime_ns is not None and stat.st_mtime_ns != record.linked_mtime_ns
+    touched = record.linked_mtime_ns is not None and stat.st_mtime_ns != record.linked_mtime_ns
+    changed = touched and sha256_file(path) != record.sha256
     if changed or stat.st_size != record.n_bytes:
         raise RoutewiseError(
             f"{path}: changed since its SHA-256 was taken ({stat.st_size:,} bytes, were "

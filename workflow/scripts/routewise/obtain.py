@@ -1,4 +1,4 @@
-"""Make a planned model's file, whole and checked or not at all, with ``model.json`` beside it."""
+"""Make a planned model's file, whole and checked or not at all, with its record beside it."""
 
 from __future__ import annotations
 
@@ -84,6 +84,7 @@ def obtain_path(plan: ModelPlan) -> ModelRecord:
     original = Path(plan.origin["path"])
     check_sha256(str(original), path_sha256(plan.name, original), plan.origin["sha256"])
     with _workplace(plan.path) as folder:
+        check_gguf(original)  # here, so that a message names the user's file
         taken = folder / plan.path.name
         stored_as = "clone" if _clone(original, taken) else "link"
         if stored_as == "link":

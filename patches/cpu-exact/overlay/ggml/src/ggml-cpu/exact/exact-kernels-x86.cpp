@@ -22,7 +22,7 @@
 #include <vector>
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && defined(__AVX512VNNI__) && \
-    defined(__FMA__) && defined(__F16C__)
+    defined(__FMA__) && defined(__F16C__) && defined(__GNUC__)
 #define EXACT_VNNI
 #endif
 
@@ -128,7 +128,7 @@ template <typename W> struct col_scales {
 };
 
 // Four halves, one of each row, as floats
-template <int R> inline __m128 widen(const ggml_half (&h)[4]) {
+inline __m128 widen(const ggml_half (&h)[4]) {
     uint64_t all;
     memcpy(&all, h, sizeof(all));
     return _mm_cvtph_ps(_mm_cvtsi64_si128((long long) all));
@@ -187,7 +187,7 @@ inline void blocks_tile(int64_t nb, const char * rows, size_t row_stride, const 
                 _mm_prefetch(next + 128, _MM_HINT_T0);
             }
         }
-        const __m256 dx = _mm256_broadcast_f32x4(widen<R>(d));
+        const __m256 dx = _mm256_broadcast_f32x4(widen(d));
         for (int c = 0; c < C; c++) {
             const __m256i q     = _mm256_loadu_si256((const __m256i *) y[c][b].qs);
             const __m256i qu    = W::HAS_MIN ? q : _mm256_xor_si256(q, sign);
@@ -202,7 +202,7 @@ inline void blocks_tile(int64_t nb, const char * rows, size_t row_stride, const 
                 acc[3][c] = _mm256_fmadd_ps(lane_of_halves<3>(scale), sums(3), acc[3][c]);
             }
             if constexpr (W::HAS_MIN) {
-                summs[c] = _mm_fmadd_ps(widen<R>(m), _mm_set1_ps(sy[c * nb + b]), summs[c]);
+                summs[c] = _mm_fmadd_ps(widen(m), _mm_set1_ps(sy[c * nb + b]), summs[c]);
             }
         }
     }

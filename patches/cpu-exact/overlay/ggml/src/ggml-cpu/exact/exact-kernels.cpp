@@ -187,9 +187,8 @@ bool exact_stock_keeps_order(enum ggml_type type) {
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
     // llamafile_sgemm takes these, and its kernel does per block of 32 what vec_dot does: one product of the two
     // scales, eight integer sums of four products, one fused multiply-add into eight lanes, and the same last sum of the
-    // lanes. It is only worth its place where there is no kernel of ours
-    return exact_dot_kernel_for(type) == dot_loop &&
-           (type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_0 || type == GGML_TYPE_Q5_0 || type == GGML_TYPE_IQ4_NL);
+    // lanes. (Not so IQ4_NL: its vec_dot has two accumulators.) Where there is a kernel of ours, that one is faster
+    return (type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_0 || type == GGML_TYPE_Q5_0) && exact_dot_kernel_for(type) == dot_loop;
 #else
     GGML_UNUSED(type);
     return false;

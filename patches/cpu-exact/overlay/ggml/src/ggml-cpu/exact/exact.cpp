@@ -258,28 +258,34 @@ extern "C" void ggml_cpu_exact_inspect(const struct ggml_cgraph * cgraph, int n_
         return;
     }
 
-    // The last op that is a token wide tells what the pass is; in a language model all agree, but for the last one or
-    // two, which see only the rows whose logits are asked for
-    int64_t widest = 0;
+    // The widest op tells what the pass is. In a language model all agree, but for the last ones, which see only the rows
+    // whose logits are asked for
+    int64_t widest        = 0;
+    int64_t positions     = 0;
     bool    attends_alone = false;
     for (int i = 0; i < cgraph->n_nodes; i++) {
-        const ggml_tensor * node = cgraph->nodes[i];
-        if (node->op == GGML_OP_FLASH_ATTN_EXT && tokens_of(node) == 1) {
-            attends_alone = true;
+        const ggml_tensor * node   = cgraph->nodes[i];
+        const int64_t       tokens = tokens_of(node);
+        widest                     = std::max(widest, tokens);
+        attends_alone              = attends_alone || (tokens == 1 && node->op == GGML_OP_FLASH_ATTN_EXT);
+        if (node->op == GGML_OP_ROPE) {
+            positions = std::max(positions, node->src[0]->ne[2] * node->src[0]->ne[3]);
         }
-        widest = std::max(widest, tokens_of(node));
+    }
+    if (positions == 1 && widest >= 2 && widest <= MAX_TOKENS) {
+        // a product per head, with the heads where the tokens are in all others
+        ggml_cpu_exact_note("a matrix product with several rows in a pass of one token: its bits may not be stock's", nullptr);
+        return;
     }
 
     // Flash attention of one token is split over the threads, so its bits belong to their number
     static std::atomic<int> threads_alone{ 0 };
-    static std::atomic<int> threads_batch{ 0 };
     if (widest == 1 && attends_alone) {
         threads_alone.store(n_threads, std::memory_order_relaxed);
     }
     if (widest < 2 || widest > MAX_TOKENS) {
         return;
     }
-    threads_batch.store(n_threads, std::memory_order_relaxed);
     const int alone = threads_alone.load(std::memory_order_relaxed);
 
     const ggml_tensor * last_mask = nullptr;
@@ -295,7 +301,7 @@ extern "C" void ggml_cpu_exact_inspect(const struct ggml_cgraph * cgraph, int n_
                 if (const char * engine = foreign_engine(node)) {
                     ggml_cpu_exact_note("matrix products of another engine inside the CPU backend", engine);
                 } else if (is_ambiguous(node)) {
-                    ggml_cpu_exact_note("one weight matrix over activations of three or more dimensions", node->src[0]->name);
+                    ggml_cpu_exact_note("one weight matrix over activations of three or more dimensions: which of them is the token is unknown", nullptr);
                 }
                 continue;
             case GGML_OP_FLASH_ATTN_EXT:
