@@ -20,11 +20,10 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
-from scipy.stats import binom
-
 from routewise.engine import Model, Settings, load_engine
 from routewise.machine import describe_machine, other_cpu_share, read_load, set_engine_environment
 from routewise.replay import plan_passes, run_plain, run_replay
+from scipy.stats import binom
 
 CONTENDED_CORES = 0.1
 
@@ -52,7 +51,9 @@ def median_interval(values: list[float], level: float = 0.95) -> tuple[float, fl
     return ordered[max(low - 1, 0)], ordered[min(len(ordered) - low, len(ordered) - 1)]
 
 
-def comparing_share(model: Model, settings: Settings, prompt: list[int], n: int, width: int) -> float:
+def comparing_share(
+    model: Model, settings: Settings, prompt: list[int], n: int, width: int
+) -> float:
     """Return the share of a replay at ``width`` that goes into comparing its rows."""
     with model.open_context(settings) as context:
         plain = run_plain(context, prompt, n, micro_batch=settings.micro_batch, top_k=2)
@@ -64,14 +65,18 @@ def comparing_share(model: Model, settings: Settings, prompt: list[int], n: int,
     return replay.compare_s / (replay.compare_s + replay.engine_s)
 
 
-def main(engine: Path, tools: Path, model: Path, depth: int, n: int, pairs: int, threads: int) -> None:
+def main(
+    engine: Path, tools: Path, model: Path, depth: int, n: int, pairs: int, threads: int
+) -> None:
     """Run the pairs and print what they gave."""
     set_engine_environment({})
     settings = Settings(1024, 512, threads, flash_attention=True)
     opened = load_engine(engine / "lib").open_model(model)
     prompt = np.random.default_rng(1).integers(0, opened.n_vocab, depth).tolist()
     tool = tools / "bin" / "llama-bench"
-    print(f"{describe_machine()['kind']}; {model.name}; depth {depth}, {n} tokens, {threads} threads")
+    print(
+        f"{describe_machine()['kind']}; {model.name}; depth {depth}, {n} tokens, {threads} threads"
+    )
     ratios: list[float] = []
     plain_arm(opened, settings, prompt, n)
     for tried in range(1, 4 * pairs + 1):

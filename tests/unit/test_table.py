@@ -8,9 +8,8 @@ import pytest
 from made_cells import MadeStudy, provenance, study, write_cell
 from routewise import schema
 from routewise.errors import RoutewiseError
+from routewise.schema import CELLS, STUDY_TABLES
 from routewise.table import (
-    CELLS,
-    STUDY_TABLES,
     build_of,
     build_tables,
     read_rows,

@@ -20,7 +20,6 @@ from pathlib import Path
 from routewise.digest import DigestCache, digest_of, sha256_file
 from routewise.errors import RoutewiseError
 
-
 #: Which keys each kind of model needs, and which it may have besides ``kind``.
 KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "package": (frozenset({"package", "version", "member", "sha256"}), frozenset()),

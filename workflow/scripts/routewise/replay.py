@@ -149,6 +149,7 @@ def plan_passes(
         for pass_width in widths:
             step += pass_width
             n_drafts = int(random.integers(1, SHAPE_WIDTH_MAX // 2 + 1))
+            n_drafts = min(n_drafts, context - len(prompt_ids) - step)  # room left in the cache
             right = token_ids[step] if step < n else -1
             drafts.append(_wrong_tokens(random, n_drafts, right, n_vocab))
         return Plan(widths, tuple(drafts))
@@ -283,6 +284,6 @@ def _wrong_tokens(
     random: np.random.Generator, count: int, right: int, n_vocab: int
 ) -> tuple[int, ...]:
     tokens = random.integers(0, n_vocab, count)
-    if tokens[0] == right:
+    if count and tokens[0] == right:
         tokens[0] = (right + 1) % n_vocab
     return tuple(tokens.tolist())

@@ -108,11 +108,46 @@ COST = pa.schema(
     ]
 )
 
+_CELL = [
+    pa.field("cell", pa.string(), nullable=False),  # path of the cell file
+    pa.field("cell_valid", pa.bool_(), nullable=False),  # the job had no reason to doubt the cell
+    pa.field("fingerprint", pa.string(), nullable=False),  # of the libraries that were mapped
+]
+_ROUTE = [
+    pa.field("route", pa.string(), nullable=False),
+    pa.field("model", pa.string(), nullable=False),
+    pa.field("variant", pa.string(), nullable=False),
+]
+
+#: One row per cell file. ``provenance`` is the JSON document of the cell's own metadata.
+CELLS = pa.schema(
+    [
+        pa.field("sweep", pa.string(), nullable=False),
+        pa.field("route", pa.string()),  # null in a cost cell: its rows name their routes
+        pa.field("model", pa.string()),
+        pa.field("variant", pa.string()),
+        pa.field("cell", pa.string(), nullable=False),
+        pa.field("cell_valid", pa.bool_(), nullable=False),
+        pa.field("fingerprint", pa.string()),  # null in a cost cell
+        pa.field("n_rows", pa.int64(), nullable=False),
+        pa.field("provenance", pa.string(), nullable=False),
+    ]
+)
+
+#: Schemas of the study's tables, by the name that they carry in their metadata.
+STUDY_TABLES: dict[str, pa.Schema] = {
+    "study_cells": CELLS,
+    "study_replay": pa.schema(_ROUTE + _CELL + list(REPLAY)),
+    "study_plain": pa.schema(_ROUTE + _CELL + list(PLAIN)),
+    "study_cost": pa.schema(_CELL + list(COST)),
+}
+
 TABLES: dict[str, pa.Schema] = {
     "prompts": PROMPTS,
     "plain": PLAIN,
     "replay": REPLAY,
     "cost": COST,
+    **STUDY_TABLES,
 }
 
 
@@ -148,13 +183,15 @@ def write_table(path: Path, name: str, table: pa.Table, provenance: dict[str, An
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as stream:
-            pq.write_table(table, stream, compression="zstd")
+            pq.write_table(table, stream, compression="zstd", write_page_checksum=True)
             stream.flush()
             os.fsync(stream.fileno())
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # a failed write does not say to what
         raise
 
 
@@ -165,17 +202,17 @@ def read_table(path: Path, name: str) -> tuple[pa.Table, dict[str, Any]]:
     another schema version.
     """
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(path, page_checksum_verification=True)
+        raw = (table.schema.metadata or {}).get(METADATA_KEY)
+        provenance = None if raw is None else json.loads(raw)
     except FileNotFoundError as error:
         raise RoutewiseError(f"{path}: no such file", "run the workflow again") from error
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise RoutewiseError(
             f"{path}: not a whole Parquet file ({error})", "delete it and run the workflow again"
         ) from error
-    raw = (table.schema.metadata or {}).get(METADATA_KEY)
-    if raw is None:
+    if not isinstance(provenance, dict) or not {"schema_version", "table"} <= set(provenance):
         raise RoutewiseError(f"{path}: carries no Routewise provenance", "delete it and run again")
-    provenance = json.loads(raw)
     if provenance["schema_version"] != SCHEMA_VERSION:
         raise RoutewiseError(
             f"{path}: schema version {provenance['schema_version']}, this Routewise reads "

@@ -105,6 +105,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except FileNotFoundError as error:
         raise RoutewiseError(f"{path}: no such study", "see config/README.md") from error
+    except UnicodeDecodeError as error:
+        raise RoutewiseError(f"{path}: not UTF-8 ({error})", "save it as UTF-8 text") from error
     except yaml.YAMLError as error:
         raise RoutewiseError(f"{path}: {error}", "mend the file at that line") from error
     if not isinstance(document, dict):
@@ -307,8 +309,19 @@ class _Checker:
             )
 
 
+def _is_integer(_: object, value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+#: JSON Schema takes 2.0 for an integer; names and the engine's arguments do not.
+_Validator = jsonschema.validators.extend(
+    jsonschema.Draft202012Validator,
+    type_checker=jsonschema.Draft202012Validator.TYPE_CHECKER.redefine("integer", _is_integer),
+)
+
+
 def _check_shape(document: Mapping[str, Any], schema: dict[str, Any], where: str) -> None:
-    validator = jsonschema.Draft202012Validator(schema)
+    validator = _Validator(schema)
     errors = sorted(validator.iter_errors(document), key=lambda error: list(map(str, error.path)))
     if not errors:
         return
@@ -318,7 +331,7 @@ def _check_shape(document: Mapping[str, Any], schema: dict[str, Any], where: str
     if error.validator == "additionalProperties" and isinstance(error.instance, Mapping):
         known = list(error.schema.get("properties", {}))
         unknown = [name for name in error.instance if name not in known]
-        near = [m for name in unknown for m in difflib.get_close_matches(name, known, n=1)]
+        near = [m for name in unknown for m in difflib.get_close_matches(str(name), known, n=1)]
         hint = f"did you mean {near[0]!r}? {hint}" if near else f"known keys: {', '.join(known)}"
     raise RoutewiseError(f"{where}: {key}: {error.message}", hint)
 
@@ -326,14 +339,18 @@ def _check_shape(document: Mapping[str, Any], schema: dict[str, Any], where: str
 class _StrictLoader(yaml.SafeLoader):
     """A YAML loader that refuses a key that stands twice in one mapping."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, int] = {}
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: dict[tuple[str, Any], int] = {}
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.YAMLError(f"line {line}: a key must be a name")
+            key = (key_node.tag, key_node.value)
             if key in seen:
                 raise yaml.YAMLError(
-                    f"line {line}: the key {key!r} stands twice (first in line {seen[key]})"
+                    f"line {line}: the key {key_node.value!r} stands twice "
+                    f"(first in line {seen[key]})"
                 )
             seen[key] = line
-        return super().construct_mapping(node, deep)
+        return node

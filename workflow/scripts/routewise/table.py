@@ -23,46 +23,12 @@ import pyarrow.parquet as pq
 
 from routewise import schema
 from routewise.errors import RoutewiseError
+from routewise.schema import CELLS, STUDY_TABLES
 
 REPLAY_SWEEP = "replay"
 COST_SWEEP = "cost"
 PLAIN_VARIANT = "plain"
 WIDTH_1 = "w1"
-
-_CELL = [
-    pa.field("cell", pa.string(), nullable=False),  # path of the cell file
-    pa.field("cell_valid", pa.bool_(), nullable=False),  # the job had no reason to doubt the cell
-    pa.field("fingerprint", pa.string(), nullable=False),  # of the libraries that were mapped
-]
-_ROUTE = [
-    pa.field("route", pa.string(), nullable=False),
-    pa.field("model", pa.string(), nullable=False),
-    pa.field("variant", pa.string(), nullable=False),
-]
-
-#: One row per cell file. ``provenance`` is the JSON document of the cell's own metadata.
-CELLS = pa.schema(
-    [
-        pa.field("sweep", pa.string(), nullable=False),
-        pa.field("route", pa.string()),  # null in a cost cell: its rows name their routes
-        pa.field("model", pa.string()),
-        pa.field("variant", pa.string()),
-        pa.field("cell", pa.string(), nullable=False),
-        pa.field("cell_valid", pa.bool_(), nullable=False),
-        pa.field("fingerprint", pa.string()),  # null in a cost cell
-        pa.field("n_rows", pa.int64(), nullable=False),
-        pa.field("provenance", pa.string(), nullable=False),
-    ]
-)
-
-#: Schemas of the study's tables, by the name that they carry in their metadata.
-STUDY_TABLES: dict[str, pa.Schema] = {
-    "study_cells": CELLS,
-    "study_replay": pa.schema(_ROUTE + _CELL + list(schema.REPLAY)),
-    "study_plain": pa.schema(_ROUTE + _CELL + list(schema.PLAIN)),
-    "study_cost": pa.schema(_CELL + list(schema.COST)),
-}
-schema.TABLES.update(STUDY_TABLES)
 
 
 @dataclass(frozen=True)

@@ -588,7 +588,7 @@ inline void q4_K_8x8_tile(int64_t nb, const block_q4_Kx8 * x, const char * cols,
 void q4_K_8x8(int64_t k, const char * weights, size_t row_size, int64_t n_rows, const char * cols, size_t col_size,
               int64_t n_cols, char * dst, size_t dst_stride) {
     for (int64_t r = 0; r < n_rows; r += 8) {
-        tiles_of_columns<8>((int) n_cols, [&](int c, auto n) {
+        tiles_of_columns<5>((int) n_cols, [&](int c, auto n) {
             q4_K_8x8_tile<n.value>(k / QK_K, (const block_q4_Kx8 *) (weights + r * row_size), cols + c * col_size, col_size,
                                    dst + c * dst_stride + r * sizeof(float), dst_stride);
         });
