@@ -267,7 +267,7 @@ def load_engine(library_dir: Path) -> Engine:
     if foreign:
         raise RoutewiseError(
             f"{foreign[0]}: a llama.cpp library is already mapped into this process",
-            "use a process of its own for each build",
+            "unset LD_PRELOAD, and use a process of its own for each build",
         )
     shim = library_dir / SHIM
     if not shim.is_file():

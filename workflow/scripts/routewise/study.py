@@ -208,7 +208,7 @@ class _Checker:
     def known(self, name: str, names: Iterable[str], key: str) -> None:
         names = list(names)
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
+            near = difflib.get_close_matches(str(name), names, n=1)
             hint = f"did you mean {near[0]!r}?" if near else "declare it, or use one of those"
             self.wrong(key, name, f"one of {', '.join(names) or '(none is declared)'}", hint)
 
