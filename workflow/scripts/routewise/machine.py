@@ -27,13 +27,14 @@ def describe_machine() -> dict[str, Any]:
         "cpu_flags_digest": digest_of(sorted(flags))[:16],
         "os": platform.system(),
         "kernel": platform.release(),
+        "libc": " ".join(platform.libc_ver()),  # its expf and tanhf are in the logits
         "python": platform.python_version(),
     }
 
 
 def device_scope(machine: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a machine's description that a fragment's bits may depend on."""
-    return {key: machine[key] for key in ("cpu_model", "n_cores", "cpu_flags_digest")}
+    return {key: machine[key] for key in ("cpu_model", "n_cores", "cpu_flags_digest", "libc")}
 
 
 def set_engine_environment(variables: dict[str, str]) -> list[str]:

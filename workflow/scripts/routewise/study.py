@@ -309,6 +309,12 @@ class _Checker:
             )
 
 
+def _dotted(path: Iterable[object]) -> str:
+    """Return the path of a key as the other messages write it: ``sweeps.replay.widths[1]``."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return "".join(parts).removeprefix(".")
+
+
 def _is_integer(_: object, value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -326,7 +332,7 @@ def _check_shape(document: Mapping[str, Any], schema: dict[str, Any], where: str
     if not errors:
         return
     error = jsonschema.exceptions.best_match(errors) or errors[0]
-    key = error.json_path.removeprefix("$").lstrip(".") or "the study"
+    key = _dotted(error.absolute_path) or "the study"
     hint = "config/README.md lists every key"
     if error.validator == "additionalProperties" and isinstance(error.instance, Mapping):
         known = list(error.schema.get("properties", {}))
