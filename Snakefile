@@ -30,3 +30,11 @@ onsuccess:
     # the table, also where nothing had to run; a target of its own prints what it has to say
     if any(job.rule.name == "all" for job in workflow.dag.targetjobs):
         shell("python {SCRIPTS}/check_study.py --show --receipt {RECEIPT}")
+
+
+onerror:
+    print(
+        "routewise: the run did not finish. Whole cells and prompts are kept: the same command"
+        " goes on from there.",
+        file=sys.stderr,
+    )

@@ -57,6 +57,7 @@ class Run:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_hear_control_c,
             )
 
     @property
@@ -82,6 +83,11 @@ class Run:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def _hear_control_c() -> None:
+    # a shell starts what runs in its background deaf to Ctrl-C, and children inherit that
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @dataclass

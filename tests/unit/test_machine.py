@@ -79,7 +79,7 @@ def test_the_engine_sees_what_the_route_names_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(machine.os, "environ", {"PATH": "/bin", "OTHER_GGML_": "x"})
-    os.environ.update({name: "of the user" for name in FAMILY})
+    os.environ.update(dict.fromkeys(FAMILY, "of the user"))
     route = {"OMP_NUM_THREADS": "2", "GGML_CPU_EXACT": "1", "LLAMA_TRACE": "0"}
     removed = set_engine_environment(route)
     assert removed == sorted(set(FAMILY) - set(route))

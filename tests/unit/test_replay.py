@@ -25,6 +25,7 @@ from routewise.replay import (
     ReplayRun,
     plan_passes,
     prefill,
+    prefill_passes,
     run_plain,
     run_replay,
     variant_width,
@@ -235,7 +236,9 @@ def test_the_plain_arm_is_greedy_and_keeps_every_row() -> None:
     assert plain.rows.shape == (N_ASKED + 1, N_VOCAB)
     assert len(plain.summaries) == N_ASKED + 1
     assert plain.token_ids == plain.rows[:-1].argmax(axis=1).tolist()
-    assert [call[0] for call in engine.calls] == [PROMPT, *([token] for token in plain.token_ids)]
+    # a prompt this short is prefilled one token a pass
+    singles = [*PROMPT, *plain.token_ids]
+    assert [call[0] for call in engine.calls] == [[token] for token in singles]
     assert [call[1] for call in engine.calls[1:]] == [
         [len(PROMPT) + step] for step in range(N_ASKED)
     ]
@@ -262,7 +265,17 @@ def test_prefill_asks_for_the_last_row_alone(length: int) -> None:
     wants = [want for call in calls for want in call[3]]
     assert wants == [False] * (length - 1) + [True]
     assert index == len(calls[-1][0]) - 1
-    assert len(calls) == -(-length // MICRO_BATCH)
+    assert [len(call[0]) for call in calls] == prefill_passes(length, MICRO_BATCH)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 8, 16, 17, 32, 512])
+def test_no_prefill_pass_has_2_to_16_tokens(micro_batch: int) -> None:
+    for length in range(1, 200):
+        passes = prefill_passes(length, micro_batch)
+        assert sum(passes) == length
+        assert not {size for size in passes if 2 <= size <= 16}
+        assert max(passes) <= max(micro_batch, 1)
+    assert prefill_passes(40, 512) == [40]
 
 
 # ---------------------------------------------------------------------------- an exact engine

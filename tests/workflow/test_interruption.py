@@ -178,6 +178,7 @@ def test_control_c_ends_everything_and_the_next_run_goes_on(
         assert outcome.code != 0
         bench.wait_until_none_is_left()
     assert "Traceback" not in outcome.text, outcome.text
+    assert "the same command goes on from there" in outcome.text
     check_files(bench)
     bench.snakemake(RECEIPT).check()
     check_equal(bench, undisturbed)

@@ -170,19 +170,31 @@ def plan_passes(
     return Plan((1,) * n, ((),) * n, tuple(neighbours), sequence)
 
 
+def prefill_passes(n: int, micro_batch: int) -> list[int]:
+    """Return the sizes of the passes in which a prompt of ``n`` tokens is prefilled.
+
+    Passes of ``micro_batch``, but a rest of 2 to 16 tokens goes one token a pass: an exact build
+    gives such a pass other bits than stock, and the two would start from different caches.
+    """
+    if micro_batch <= SHAPE_WIDTH_MAX:
+        return [1] * n
+    whole, rest = divmod(n, micro_batch)
+    return [micro_batch] * whole + ([rest] if rest > SHAPE_WIDTH_MAX else [1] * rest)
+
+
 def prefill(context: Passes, ids: Sequence[int], micro_batch: int, sequence: int = 0) -> int:
-    """Decode a prompt in passes of ``micro_batch``; return where its last row is in the last."""
-    index = -1
-    for start in range(0, len(ids), micro_batch):
-        part = ids[start : start + micro_batch]
-        index = len(part) - 1
-        last = start + len(part) == len(ids)
+    """Decode a prompt in :func:`prefill_passes`; return where its last row is in the last."""
+    start = index = 0
+    for size in prefill_passes(len(ids), micro_batch):
+        end = start + size
+        index = size - 1
         context.decode(
-            part,
-            range(start, start + len(part)),
-            [sequence] * len(part),
-            [last and i == index for i in range(len(part))],
+            ids[start:end],
+            range(start, end),
+            [sequence] * size,
+            [position == len(ids) - 1 for position in range(start, end)],
         )
+        start = end
     return index
 
 
