@@ -239,8 +239,8 @@ def test_the_plain_arm_is_greedy_and_keeps_every_row() -> None:
     # a prompt this short is prefilled one token a pass
     singles = [*PROMPT, *plain.token_ids]
     assert [call[0] for call in engine.calls] == [[token] for token in singles]
-    assert [call[1] for call in engine.calls[1:]] == [
-        [len(PROMPT) + step] for step in range(N_ASKED)
+    assert [call[1] for call in engine.calls] == [
+        [position] for position in range(len(PROMPT) + N_ASKED)
     ]
     # each row is what an engine that sees prompt and tokens gives: nothing is off by one
     again = MadeEngine()
