@@ -193,9 +193,7 @@ def test_large_finite_logits_are_valid(value: float) -> None:
 
 
 @given(
-    values=st.lists(
-        st.sampled_from([-3.0, -0.0, 0.0, 0.5, 1.0, 7.25]), min_size=2, max_size=400
-    ),
+    values=st.lists(st.sampled_from([-3.0, -0.0, 0.0, 0.5, 1.0, 7.25]), min_size=2, max_size=400),
     k=st.integers(1, 30),
 )
 def test_top_k_with_ties_is_that_of_a_stable_sort(values: list[float], k: int) -> None:

@@ -78,7 +78,7 @@ FAMILY = [
 def test_the_engine_sees_what_the_route_names_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machine.os, "environ", {"PATH": "/bin", "OTHER_GGML_": "x"})
+    monkeypatch.setattr(os, "environ", {"PATH": "/bin", "OTHER_GGML_": "x"})
     os.environ.update(dict.fromkeys(FAMILY, "of the user"))
     route = {"OMP_NUM_THREADS": "2", "GGML_CPU_EXACT": "1", "LLAMA_TRACE": "0"}
     removed = set_engine_environment(route)
@@ -98,7 +98,7 @@ def test_a_route_that_names_nothing_leaves_nothing(monkeypatch: pytest.MonkeyPat
 def test_a_variable_of_another_family_is_set_where_the_route_names_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machine.os, "environ", {"PATH": "/bin"})
+    monkeypatch.setattr(os, "environ", {"PATH": "/bin"})
     set_engine_environment({"MALLOC_ARENA_MAX": "1"})
     assert os.environ == {"PATH": "/bin", "MALLOC_ARENA_MAX": "1"}
 

@@ -79,6 +79,11 @@ class House:
         document["sweeps"].get("replay", {}).update(replay)
         return plan_study(check_study(document, "study.yaml"), self.results, self.root)
 
+    def fetch_and_plan(self) -> StudyPlan:
+        """Do all that the Snakefile does before there are rules."""
+        fetch_sources(check_study(self.study, "study.yaml"), self.results)
+        return self.plan()
+
     def edit(self, file: Path | str, old: str, new: str) -> None:
         path = self.tree / file
         text = path.read_text()
@@ -482,8 +487,7 @@ def test_what_does_not_exist_is_named(
         holder = holder[key]
     holder[last] = value
     with pytest.raises(RoutewiseError) as caught:
-        fetch_sources(check_study(house.study, "study.yaml"), house.results)
-        house.plan()
+        house.fetch_and_plan()
     for word in words:
         assert word in str(caught.value)
 

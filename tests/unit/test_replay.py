@@ -1,8 +1,4 @@
-"""The replay against engines made of a hash: an exact one passes, each fault is caught where it is.
-
-A made engine's logits are a pure function of the tokens that a token sees, so it is exact in any
-batch; each faulty one departs from that in one way that real engines do.
-"""
+"""The replay of made engines: an exact one passes, and each fault is caught where it is."""
 
 from __future__ import annotations
 
@@ -12,10 +8,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
-from routewise.compare import Row
+from made_engines import (
+    CONTEXT,
+    MICRO_BATCH,
+    N_VOCAB,
+    Call,
+    FlipsABit,
+    FlipsOnePosition,
+    GivesANaN,
+    GivesTheRowBefore,
+    KeepsDrafts,
+    KeepsOneDraft,
+    LeaksNeighbours,
+    MadeEngine,
+    NaNEverywhereAt,
+    Restless,
+    ZeroSign,
+)
 from routewise.errors import RoutewiseError
 from routewise.replay import (
     SHAPE_WIDTH_MAX,
@@ -31,174 +42,10 @@ from routewise.replay import (
     variant_width,
 )
 
-N_VOCAB = 97
-MICRO_BATCH = 32
-CONTEXT = 512
 N_ASKED = 41  # no multiple of any width but 1
 PROMPT = [5, 17, 3, 88, 41, 9, 2, 60, 33]
 WIDTHS = ("w1", "w2", "w3", "w4", "w5", "w8", "w9", "w16")
 VARIANTS = (*WIDTHS, *SHAPES)
-
-Call = tuple[list[int], list[int], list[int], list[bool]]
-
-
-class MadeEngine:
-    """An exact engine: one context of it, with the passes that it was asked for."""
-
-    def __init__(self, n_vocab: int = N_VOCAB) -> None:
-        self.n_vocab = n_vocab
-        self.cache: dict[int, list[tuple[int, int]]] = {}
-        self.calls: list[Call | tuple[str, int, int]] = []
-        self.last: list[tuple[int, int, int]] = []  # (sequence, position, hash of what is seen)
-        self.wants: list[bool] = []
-
-    def decode(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        sequences: Sequence[int] | None = None,
-        wants: Sequence[bool] | None = None,
-    ) -> int:
-        n = len(tokens)
-        owners = [0] * n if sequences is None else list(sequences)
-        self.wants = [True] * n if wants is None else list(wants)
-        assert n == len(positions) == len(owners) == len(self.wants) > 0
-        assert n <= MICRO_BATCH, "the engine would cut this pass in two"
-        assert owners == sorted(owners), "the engine would cut this pass in two"
-        self.calls.append((list(tokens), list(positions), owners, self.wants))
-        for token, position, owner in zip(tokens, positions, owners, strict=True):
-            assert 0 <= token < self.n_vocab
-            self.place(owner, position, token)
-        self.last = [
-            (owner, position, self.seen(owner, position))
-            for position, owner in zip(positions, owners, strict=True)
-        ]
-        return 1000
-
-    def place(self, sequence: int, position: int, token: int) -> None:
-        cache = self.cache.setdefault(sequence, [])
-        assert position == len(cache), f"position {position} after {len(cache)} tokens"
-        assert position < CONTEXT, "the context is full"
-        cache.append((position, token))
-
-    def seen(self, sequence: int, position: int) -> int:
-        """Return a hash of all that the token at ``position`` sees."""
-        visible = [entry for entry in self.cache[sequence] if entry[0] <= position]
-        return xxhash.xxh3_64_intdigest(np.array(visible, np.int32).tobytes())
-
-    def logits(self, index: int) -> Row:
-        assert self.wants[index], "no logits were asked for there"
-        return self.row(*self.last[index])
-
-    def row(self, sequence: int, position: int, seen: int) -> Row:
-        return np.random.default_rng(seen).normal(0, 3, self.n_vocab).astype(np.float32)
-
-    def remove(self, sequence: int, first: int, end: int = -1) -> None:
-        assert end < 0
-        self.calls.append(("remove", sequence, first))
-        self.cache[sequence] = [entry for entry in self.cache[sequence] if entry[0] < first]
-
-
-class FlipsABit(MadeEngine):
-    """Another kernel from four tokens a pass: the lowest mantissa bit of one logit."""
-
-    def logits(self, index: int) -> Row:
-        row = super().logits(index)
-        if len(self.last) >= 4:
-            row.view(np.uint32)[31] ^= 1
-        return row
-
-
-class FlipsOnePosition(MadeEngine):
-    """One KV position alone, and only in a pass of several tokens."""
-
-    position = len(PROMPT) + 20
-
-    def row(self, sequence: int, position: int, seen: int) -> Row:
-        row = super().row(sequence, position, seen)
-        if len(self.last) > 1 and position == self.position:
-            row.view(np.uint32)[0] ^= 1 << 22
-        return row
-
-
-class LeaksNeighbours(MadeEngine):
-    """What other sequences hold reaches into this one's attention."""
-
-    def seen(self, sequence: int, position: int) -> int:
-        own = super().seen(sequence, position)
-        others = [entries[-1] for other, entries in self.cache.items() if other != sequence]
-        if not others:
-            return own
-        return own ^ xxhash.xxh3_64_intdigest(np.array(others, np.int32).tobytes())
-
-
-class KeepsDrafts(MadeEngine):
-    """A rollback that removes nothing: the drafts stay visible."""
-
-    def place(self, sequence: int, position: int, token: int) -> None:
-        self.cache.setdefault(sequence, []).append((position, token))
-
-    def remove(self, sequence: int, first: int, end: int = -1) -> None:
-        pass
-
-
-class KeepsOneDraft(KeepsDrafts):
-    """A rollback that leaves the first of the drafts, where another follows."""
-
-    def remove(self, sequence: int, first: int, end: int = -1) -> None:
-        self.cache[sequence] = [e for e in self.cache[sequence] if e[0] <= first]
-
-
-class GivesTheRowBefore(MadeEngine):
-    """Logits of the token before, where a pass has several with logits."""
-
-    def logits(self, index: int) -> Row:
-        if all(self.wants) and index > 0:
-            return super().logits(index - 1)
-        return super().logits(index)
-
-
-class GivesANaN(MadeEngine):
-    """A NaN in one place from four tokens a pass."""
-
-    def logits(self, index: int) -> Row:
-        row = super().logits(index)
-        if len(self.last) >= 4 and all(self.wants):
-            row[7] = np.nan
-        return row
-
-
-class NaNEverywhereAt(MadeEngine):
-    """The same NaN bits at one position in every arm: equal bits, and yet no number."""
-
-    def row(self, sequence: int, position: int, seen: int) -> Row:
-        row = super().row(sequence, position, seen)
-        if position == len(PROMPT) + 4:
-            row[7] = np.nan
-        return row
-
-
-class ZeroSign(MadeEngine):
-    """-0.0 alone, +0.0 in company."""
-
-    def logits(self, index: int) -> Row:
-        row = super().logits(index)
-        row[50] = 0.0 if len(self.last) > 1 and all(self.wants) else -0.0
-        return row
-
-
-class Restless(MadeEngine):
-    """Another row in every context: nothing can be said of it."""
-
-    made = 0
-
-    def __init__(self, n_vocab: int = N_VOCAB) -> None:
-        super().__init__(n_vocab)
-        Restless.made += 1
-        self.nonce = Restless.made
-
-    def seen(self, sequence: int, position: int) -> int:
-        return super().seen(sequence, position) ^ self.nonce
 
 
 def plan_of(variant: str, plain: PlainRun, **changes: Any) -> Plan:
@@ -378,6 +225,7 @@ def test_a_flipped_bit_is_found_in_exactly_the_passes_that_have_it(variant: str)
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v != "w1"])
 def test_a_fault_at_one_position_is_found_there_alone(variant: str) -> None:
+    assert FlipsOnePosition.position == len(PROMPT) + 20
     run = replay_of(FlipsOnePosition, variant)
     [row] = [row for row in run.rows if row.step == 21]
     assert differing(run) == ([21] if row.pass_tokens > 1 else [])
@@ -396,6 +244,7 @@ def test_a_nan_is_invalid_and_not_merely_different() -> None:
 
 def test_a_nan_in_both_arms_is_never_equal() -> None:
     for variant in VARIANTS:
+        assert NaNEverywhereAt.position == len(PROMPT) + 4
         run = replay_of(NaNEverywhereAt, variant)
         assert differing(run) == [5]
         assert [row.comparison.valid for row in run.rows if row.step == 5] == [False]
@@ -480,9 +329,7 @@ def test_drafts_are_wrong_from_their_first_token(
 def test_a_right_draft_is_made_wrong() -> None:
     """Of two tokens, half of all draws would be right; of such a plan none may be."""
     for seed in range(40):
-        plan = plan_passes(
-            "rollback", [0], [1] * 40, 2, n_neighbours=0, context=CONTEXT, seed=seed
-        )
+        plan = plan_passes("rollback", [0], [1] * 40, 2, n_neighbours=0, context=CONTEXT, seed=seed)
         steps = np.cumsum(plan.widths)
         assert all(d[0] == 0 for d, s in zip(plan.drafts, steps, strict=True) if s < 40)
 
@@ -546,9 +393,7 @@ def test_neighbours_ride_in_rising_sequences_of_their_own(k: int) -> None:
 
 
 @given(variant=st.sampled_from(SHAPES), ids=IDS, tokens=TOKENS, seed=SEEDS)
-def test_plans_are_reproducible(
-    variant: str, ids: list[int], tokens: list[int], seed: int
-) -> None:
+def test_plans_are_reproducible(variant: str, ids: list[int], tokens: list[int], seed: int) -> None:
     arrays: list[npt.NDArray[np.int32]] = [np.array(ids, np.int32), np.array(tokens, np.int32)]
     plan = planned(variant, ids, tokens, seed)
     assert planned(variant, list(ids), list(tokens), seed) == plan

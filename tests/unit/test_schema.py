@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from routewise import schema
 from routewise.errors import RoutewiseError
 from routewise.schema import METADATA_KEY, SCHEMA_VERSION, TABLES, read_table, table_of, write_table
 
@@ -159,8 +158,7 @@ def test_no_flipped_bit_gives_other_rows_or_a_traceback(file: Path) -> None:
         file.write_bytes(damaged)
         try:
             table, _ = read_table(file, "prompts")
-        except RoutewiseError as error:
-            assert error.hint
+        except RoutewiseError:
             n_refused += 1
         else:
             assert table.equals(good), place
@@ -183,9 +181,7 @@ def test_columns_that_are_not_as_declared_are_refused(file: Path) -> None:
     for other in (
         table.drop_columns("digest"),
         table.append_column("more", pa.array([1, 2, 3])),
-        table.cast(
-            table.schema.set(4, pa.field("n_asked", pa.int64(), nullable=False))
-        ),
+        table.cast(table.schema.set(4, pa.field("n_asked", pa.int64(), nullable=False))),
         table.select(table.column_names[::-1]),
     ):
         write_table(file, "prompts", table, PROVENANCE)
@@ -237,10 +233,17 @@ def test_a_file_is_synced_before_it_is_named(
 ) -> None:
     order: list[str] = []
     sync, replace = os.fsync, os.replace
-    monkeypatch.setattr(schema.os, "fsync", lambda fd: (order.append("sync"), sync(fd)))
-    monkeypatch.setattr(
-        schema.os, "replace", lambda a, b: (order.append("name"), replace(a, b))
-    )
+
+    def note_sync(handle: int) -> None:
+        order.append("sync")
+        sync(handle)
+
+    def note_name(old: str, new: Path) -> None:
+        order.append("name")
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "replace", note_name)
     write_table(tmp_path / "x", "prompts", table_of("prompts", columns()), {})
     assert order == ["sync", "name"]
 

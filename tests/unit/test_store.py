@@ -223,9 +223,7 @@ def test_a_full_disk_keeps_nothing_and_says_what_to_do(store: Store, tmp_path: P
     assert store.get(KEY, "prompts") is not None
 
 
-def test_a_full_disk_leaves_an_old_fragment_whole(
-    store: Store, kept: Path, tmp_path: Path
-) -> None:
+def test_a_full_disk_leaves_an_old_fragment_whole(store: Store, kept: Path, tmp_path: Path) -> None:
     table = tmp_path / "rows.parquet"
     pq.write_table(rows(500), table)
     before = kept.read_bytes()

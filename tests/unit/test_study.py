@@ -138,7 +138,7 @@ def test_the_defaults_are_those_that_the_reference_documents(repository: Path) -
 
 
 def test_what_is_said_counts(document: Document, root: Path) -> None:
-    said = {
+    said: dict[str, Any] = {
         "threads": 3,
         "context": 2048,
         "micro_batch": 64,
@@ -186,6 +186,16 @@ def test_one_sweep_is_enough(document: Document, root: Path, sweep: str) -> None
     assert bool(study.replay_variants()) is (sweep == "cost")
 
 
+def test_a_route_may_be_held_to_some_variants(document: Document, root: Path) -> None:
+    document["sweeps"]["replay"]["only"] = {"cpu-exact": ["w4", "rollback"]}
+    study = check_study(document, "s", root)
+    assert study.replay_variants("cpu-exact") == ["w1", "w4", "rollback"]
+    assert study.replay_variants("cpu-stock") == study.replay_variants()
+    for only in ({"cpu-exakt": ["w4"]}, {"cpu-exact": ["w7"]}, {"cpu-exact": ["plain"]}):
+        document["sweeps"]["replay"]["only"] = only
+        assert "sweeps.replay.only" in refused(document, root).problem
+
+
 def test_width_one_is_always_there_once() -> None:
     assert variant_names({"widths": [], "shapes": []}) == ["w1"]
     assert variant_names({"widths": [4, 1], "shapes": ["ragged"]}) == ["w1", "w4", "ragged"]
@@ -196,6 +206,7 @@ def test_width_one_is_always_there_once() -> None:
 REPLAY = "sweeps.replay"
 #: path, value, and the words of the message: key, value found, value wanted, hint.
 MISTAKES: dict[str, tuple[str, object, list[str]]] = {
+    "study named as a folder": ("study", "cells", ["study", "'cells'", "results/", "rename"]),
     "width 0": (f"{REPLAY}.widths", [4, 0], [f"{REPLAY}.widths[1]", "0", "minimum of 1"]),
     "negative width": (f"{REPLAY}.widths", [-4], [f"{REPLAY}.widths[0]", "-4", "minimum"]),
     "width in words": (
@@ -451,7 +462,8 @@ def answers(document: Any, root: Path) -> bool:
     try:
         check_study(document, "my-study.yaml", root)
     except RoutewiseError as error:
-        assert error.hint
+        if not error.hint:
+            pytest.fail(f"no hint: {error}")
         return False
     return True
 

@@ -218,6 +218,8 @@ def test_plain_twice_holds_and_fails_by_flag_and_by_hash() -> None:
     hashed.at[hashed.index[3], "plain_hash"] = b"another 128 bits"
     assert judge_plain_twice(hashed, PLAIN).verdict == DIFFERS
     assert judge_plain_twice(rows, None).verdict == UNOBSERVABLE
+    broken = judge_plain_twice(rows, PLAIN.assign(status="invalid"))
+    assert (broken.verdict, broken.n["positions"]) == (INVALID, 0)
     assert judge_plain_twice(rows.iloc[:0], PLAIN).verdict == UNOBSERVABLE
 
 

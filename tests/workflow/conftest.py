@@ -22,8 +22,8 @@ PROMPTS: list[dict[str, Any]] = [
         "n_tokens": 40,
         "text": "An engine that is exact gives the same bits for a token in a batch. " * 2,
     },
-    # crosses KV position 256
-    {"id": "crossing", "category": "ids", "n_tokens": 40, "token_ids": [*range(3, 243)]},
+    # crosses KV position 256 within a pass of any width
+    {"id": "crossing", "category": "ids", "n_tokens": 40, "token_ids": [*range(3, 240)]},
 ]
 
 

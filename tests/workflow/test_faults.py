@@ -119,11 +119,11 @@ def test_a_truncated_model_is_named(fresh: Bench) -> None:
 
 
 def test_a_prompt_longer_than_the_context_is_named(fresh: Bench) -> None:
-    fresh.study["routes"][STOCK]["context"] = 256  # the last prompt needs 280
+    fresh.study["routes"][STOCK]["context"] = 256  # the last prompt needs 277
     check_message(
         fresh.snakemake(),
-        "prompt crossing: 240 tokens and 40 to decode make 280, more than the context of 256",
-        "try: raise the route's context to 280 or more",
+        "prompt crossing: 237 tokens and 40 to decode make 277, more than the context of 256",
+        "try: raise the route's context to 277 or more",
     )
     assert not list(fresh.results.glob("cells/*/*"))
 

@@ -216,6 +216,23 @@ def test_a_killed_cost_job_takes_its_workers_with_it(chain: Bench, tmp_path: Pat
     assert not list(bench.results.glob("cells/*/.cost*"))
 
 
+def test_a_killed_build_leaves_no_compiler(
+    session_bench: MakeBench, stock_study: dict[str, Any]
+) -> None:
+    bench = session_bench(stock_study)
+    for name in ("builds", "work"):  # nothing was compiled here
+        (bench.results / name).unlink()
+    log = bench.results / "logs/build_engine"
+    with bench.running(RECEIPT.replace("long", "stock")) as run:
+        eventually(
+            lambda: any("] Building" in p.read_text() for p in log.glob("*")) or run.over, 600
+        )
+        assert not run.over, run.wait().text
+        kill(run.process.pid)
+        bench.wait_until_none_is_left()
+    assert not list(bench.results.glob("builds/*/build.json"))
+
+
 def builds_mapped(pid: int) -> set[str]:
     """Return the build folders of the llama.cpp libraries that a process has mapped."""
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()

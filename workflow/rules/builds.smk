@@ -21,15 +21,15 @@ rule build_engine:
         str(RESULTS / "builds" / "{engine}" / "build.json"),
     log:
         str(RESULTS / "logs" / "build_engine" / "{engine}.log"),
-    conda:
-        "../../envs/build-cpu.yaml"
-    threads: workflow.cores
     params:
         arguments=lambda w: [
             part
             for pair in build_arguments(ENGINES[w.engine], "engine").items()
             for part in pair
         ],
+    threads: workflow.cores
+    conda:
+        "../../envs/build-cpu.yaml"
     shell:
         "python {SCRIPTS}/build_backend.py {params.arguments:q} --patches-dir {PATCHES}"
         " --results-dir {RESULTS} --jobs {threads} --log {log}"
@@ -40,15 +40,15 @@ rule build_tools:
         str(RESULTS / "builds" / "{tools}" / "build.json"),
     log:
         str(RESULTS / "logs" / "build_tools" / "{tools}.log"),
-    conda:
-        "../../envs/build-cpu.yaml"
-    threads: workflow.cores
     params:
         arguments=lambda w: [
             part
             for pair in build_arguments(TOOLS[w.tools], "tools").items()
             for part in pair
         ],
+    threads: workflow.cores
+    conda:
+        "../../envs/build-cpu.yaml"
     shell:
         "python {SCRIPTS}/build_backend.py {params.arguments:q} --patches-dir {PATCHES}"
         " --results-dir {RESULTS} --jobs {threads} --log {log}"

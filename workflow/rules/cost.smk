@@ -17,12 +17,12 @@ rule measure_cost:
         str(RESULTS / "cells" / "{digest}" / "cost.{model}.parquet"),
     log:
         str(RESULTS / "logs" / "measure_cost" / "{digest}.{model}.log"),
-    conda:
-        "../../envs/measure.yaml"
-    threads: workflow.cores
     params:
         cell=lambda w: cost_of(w).document,
         code=PLAN.code["measure_cost"],
+    threads: workflow.cores
+    conda:
+        "../../envs/measure.yaml"
     shell:
         "python {SCRIPTS}/measure_cost.py --cell {params.cell:q} --model {input.model}"
         " --code-digest {params.code} --output {output} 2>&1 | tee {log}"

@@ -19,13 +19,13 @@ rule obtain_model:
         str(RESULTS / "logs" / "obtain_model" / "{key}.{model}.log"),
     wildcard_constraints:
         model=one_of(OBTAINED),
-    conda:
-        "../../envs/measure.yaml"
     params:
         key=lambda w: OBTAINED[w.model].key,
         kind=lambda w: OBTAINED[w.model].kind,
         # `output` keeps Snakemake from tracking it: a model that moved is the same model
         origin=lambda w, output: canonical_json(OBTAINED[w.model].origin),
+    conda:
+        "../../envs/measure.yaml"
     shell:
         "python {SCRIPTS}/obtain_model.py --name {wildcards.model} --key {params.key}"
         " --kind {params.kind} --origin {params.origin:q} --output {output.gguf} --log {log}"
@@ -42,14 +42,14 @@ rule quantize_model:
         str(RESULTS / "logs" / "quantize_model" / "{key}.{model}.log"),
     wildcard_constraints:
         model=one_of(QUANTIZED),
-    conda:
-        "../../envs/measure.yaml"
-    threads: 2
     params:
         key=lambda w: QUANTIZED[w.model].key,
         type=lambda w: STUDY.models[w.model]["type"],
         tool=lambda w: str(Path(tools_of(w.model)).parent / "bin" / "llama-quantize"),
         tool_digest=lambda w: QUANTIZED[w.model].tool_digest,
+    threads: 2
+    conda:
+        "../../envs/measure.yaml"
     shell:
         "python {SCRIPTS}/quantize_model.py --name {wildcards.model} --key {params.key}"
         " --base {input.model} --type {params.type} --tool {params.tool}"

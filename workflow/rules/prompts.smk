@@ -12,13 +12,13 @@ rule tokenize_prompts:
         str(RESULTS / "prompts" / "{digest}" / "{model}.{prompts}.parquet"),
     log:
         str(RESULTS / "logs" / "tokenize_prompts" / "{digest}.{model}.{prompts}.log"),
-    conda:
-        "../../envs/measure.yaml"
     params:
         # `output` keeps Snakemake from tracking it: prompts that moved are the same prompts
         file=lambda w, output: str(PROMPTS[w.digest].file),
         context=lambda w: PROMPTS[w.digest].context,
         library_dir=lambda w, input: str(Path(input.build).parent / "lib"),
+    conda:
+        "../../envs/measure.yaml"
     shell:
         "python {SCRIPTS}/tokenize_prompts.py --prompts {params.file:q} --model {input.model}"
         " --library-dir {params.library_dir} --context {params.context} --output {output}"

@@ -24,11 +24,11 @@ rule build_tables:
         **TABLES,
     log:
         str(RESULTS / "logs" / "build_tables" / f"{STUDY.name}.log"),
-    conda:
-        "../../envs/measure.yaml"
     params:
         study=study_json(STUDY),
         folder=str(FOLDER / "tables"),
+    conda:
+        "../../envs/measure.yaml"
     shell:
         "python {SCRIPTS}/build_tables.py --study {params.study:q} --tables {params.folder}"
         " {input} > {log} 2>&1"
@@ -42,10 +42,10 @@ rule write_receipt:
         markdown=RECEIPT_MARKDOWN,
     log:
         str(RESULTS / "logs" / "write_receipt" / f"{STUDY.name}.log"),
-    conda:
-        "../../envs/measure.yaml"
     params:
         folder=str(FOLDER / "tables"),
+    conda:
+        "../../envs/measure.yaml"
     shell:
         "python {SCRIPTS}/write_receipt.py --tables {params.folder} --json {output.json}"
         " --markdown {output.markdown} > {log} 2>&1"

@@ -28,13 +28,13 @@ rule measure_plain:
         str(RESULTS / "cells" / "{digest}" / "replay.{route}.{model}.plain.parquet"),
     log:
         str(RESULTS / "logs" / "measure_plain" / "{digest}.{route}.{model}.log"),
-    conda:
-        "../../envs/measure.yaml"
-    threads: lambda w: STUDY.routes[w.route].settings.threads
     params:
         cell=lambda w: cell_of(cell_path(w, "plain")).document,
         build=lambda w, input: str(Path(input.build).parent),
         code=PLAN.code["measure_replay"],
+    threads: lambda w: STUDY.routes[w.route].settings.threads
+    conda:
+        "../../envs/measure.yaml"
     shell:
         "python {SCRIPTS}/measure_replay.py --cell {params.cell:q} --build {params.build}"
         " --model {input.model} --prompts {input.prompts} --store {RESULTS}/store"
@@ -53,13 +53,13 @@ rule measure_replay:
             / "measure_replay"
             / "{digest}.{route}.{model}.{variant}.log"
         ),
-    conda:
-        "../../envs/measure.yaml"
-    threads: lambda w: STUDY.routes[w.route].settings.threads
     params:
         cell=lambda w: cell_of(cell_path(w, w.variant)).document,
         build=lambda w, input: str(Path(input.build).parent),
         code=PLAN.code["measure_replay"],
+    threads: lambda w: STUDY.routes[w.route].settings.threads
+    conda:
+        "../../envs/measure.yaml"
     shell:
         "python {SCRIPTS}/measure_replay.py --cell {params.cell:q} --build {params.build}"
         " --model {input.model} --prompts {input.prompts} --plain {input.plain}"

@@ -15,6 +15,7 @@ from routewise.digest import DigestCache
 from routewise.errors import RoutewiseError, report_errors
 from routewise.patch import load_patch
 from routewise.source import SourceSpec, fetch_source
+from routewise.watch import end_with_snakemake
 
 
 @report_errors
@@ -67,4 +68,5 @@ if __name__ == "__main__":
     parser.add_argument("--results-dir", type=Path, default=Path("results"))
     parser.add_argument("--log", type=Path)
     parser.add_argument("--jobs", type=int, help="compilers at once (all cores by default)")
+    end_with_snakemake()
     sys.exit(main(**vars(parser.parse_args())))

@@ -32,6 +32,9 @@ ROUTE_DEFAULTS: dict[str, Any] = {
     "kv_type": "f16",
     "env": {},
 }
+#: Folders of results/ that are not a study's.
+RESERVED_NAMES = ("builds", "cells", "logs", "made", "models", "prompts", "sources", "store", "work")
+
 REPLAY_DEFAULTS: dict[str, Any] = {
     "widths": [2, 3, 4, 5, 8, 9, 16],
     "shapes": list(SHAPES),
@@ -132,6 +135,10 @@ def check_study(document: Mapping[str, Any], where: str, root: Path = Path("."))
     replay = {**REPLAY_DEFAULTS, **sweeps["replay"]} if "replay" in sweeps else None
     cost = {**COST_DEFAULTS, **sweeps["cost"]} if "cost" in sweeps else None
 
+    if document["study"] in RESERVED_NAMES:
+        checker.wrong(
+            "study", document["study"], "a name that is no folder of results/", "rename the study"
+        )
     for name, build in document["builds"].items():
         checker.known(build["source"], document["sources"], f"builds.{name}.source")
     for name, model in document["models"].items():
@@ -345,7 +352,7 @@ def _check_shape(document: Mapping[str, Any], schema: dict[str, Any], where: str
 class _StrictLoader(yaml.SafeLoader):
     """A YAML loader that refuses a key that stands twice in one mapping."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen: dict[tuple[str, Any], int] = {}
         for key_node, _ in node.value:

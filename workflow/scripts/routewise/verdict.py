@@ -265,6 +265,11 @@ def judge_plain_twice(rows: pd.DataFrame, plain: pd.DataFrame | None) -> Judgeme
     """
     if plain is None or rows.empty:
         return Judgement(UNOBSERVABLE, _simple_count(rows, 0), ["no plain arm ran twice"])
+    broken = int((plain["status"] != "ok").sum())
+    if broken:
+        return Judgement(
+            INVALID, _count_nothing(), [f"{broken} plain rows hold a NaN or an infinity"]
+        )
     known = plain[[*_KEY, "logits_hash"]].drop_duplicates(_KEY)
     met = rows.merge(known, how="left", on=_KEY)
     equal = met["plain_repeat_equal"].astype(bool) & (met["plain_hash"] == met["logits_hash"])
@@ -292,7 +297,7 @@ def judge_reference(plain: pd.DataFrame | None, reference: pd.DataFrame | None) 
     broken = int((plain["status"] != "ok").sum() + (reference["status"] != "ok").sum())
     if broken:
         reason = f"{broken} plain rows hold a NaN or an infinity"
-        return Judgement(INVALID, _simple_count(plain, 0), [reason])
+        return Judgement(INVALID, _count_nothing(), [reason])
     columns = [*_KEY, "logits_hash", "token_id"]
     both = plain.merge(
         reference[columns], how="outer", on=_KEY, suffixes=("", "_ref"), indicator="where"
