@@ -33,7 +33,7 @@ ROUTE_DEFAULTS: dict[str, Any] = {
     "env": {},
 }
 #: Folders of results/ that are not a study's.
-RESERVED_NAMES = ("builds", "cells", "logs", "made", "models", "prompts", "sources", "store", "work")
+RESERVED_NAMES = ("builds", "cells", "logs", "models", "prompts", "sources", "store", "work")
 
 REPLAY_DEFAULTS: dict[str, Any] = {
     "widths": [2, 3, 4, 5, 8, 9, 16],
