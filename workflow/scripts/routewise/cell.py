@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from routewise.compare import RowSummary
@@ -87,6 +88,7 @@ class Bench:
         self.build = check_identity(self.engine, inputs.build / "build.json")
         self.machine = describe_machine()
         self._model: Model | None = None
+        self._room: npt.NDArray[np.float32] | None = None
 
     @property
     def model(self) -> Model:
@@ -94,6 +96,12 @@ class Bench:
         if self._model is None:
             self._model = self.engine.open_model(self.inputs.model, self.cell.settings.gpu_layers)
         return self._model
+
+    def room(self, n_rows: int) -> npt.NDArray[np.float32]:
+        """Return room for at least ``n_rows`` logits rows, the same for each prompt."""
+        if self._room is None or len(self._room) < n_rows:
+            self._room = np.empty((n_rows, self.model.n_vocab), np.float32)
+        return self._room
 
     def key_inputs(self, table: str, prompt_digest: str) -> dict[str, Any]:
         """Return everything that a fragment of this cell depends on."""
@@ -233,6 +241,7 @@ def _plain_run(bench: Bench, prompt: dict[str, Any]) -> tuple[PlainRun, dict[str
             prompt["n_asked"],
             micro_batch=settings.micro_batch,
             top_k=bench.cell.parameters.get("top_k", _TOP_K_MARGIN),
+            room=bench.room(prompt["n_asked"] + 1),
         )
         note = {
             "readback": context.readback,

@@ -72,22 +72,25 @@ def top_k(row: Row, k: int) -> npt.NDArray[np.int32]:
     if n_blocks < k:
         candidates = np.arange(row.size)
     else:
-        maxima = row[: n_blocks * _BLOCK].reshape(n_blocks, _BLOCK).max(axis=1)
+        # blocks of every n_blocks-th entry: their maxima are taken in long vector steps
+        maxima = row[: n_blocks * _BLOCK].reshape(_BLOCK, n_blocks).max(axis=0)
         floor = np.partition(maxima, n_blocks - k)[n_blocks - k]
         candidates = np.flatnonzero(row >= floor)
     order = np.lexsort((candidates, -row[candidates]))[:k]
     return candidates[order].astype(np.int32)
 
 
+def greedy_token(row: Row) -> int:
+    """Return the lowest id among the largest finite logits of a row: its summary's ``token_id``."""
+    token = int(row.argmax())  # a NaN counts as the largest here
+    return token if np.isfinite(row[token]) else summarise_row(row, 1).token_id
+
+
 def summarise_row(row: Row, k: int) -> RowSummary:
     """Summarise a (n_vocab,) float32 row, keeping its ``k`` largest logits."""
-    # a sum is finite only where no term is NaN or infinite; the exact count is needed rarely
-    n_nonfinite = 0
-    finite = row
-    if not np.isfinite(row.sum(dtype=np.float64)):
-        bad = ~np.isfinite(row)
-        n_nonfinite = int(np.count_nonzero(bad))
-        finite = np.where(bad, np.float32(-np.inf), row)
+    good = np.isfinite(row)
+    n_nonfinite = 0 if good.all() else int(row.size - np.count_nonzero(good))
+    finite = np.where(good, row, np.float32(-np.inf)) if n_nonfinite else row
     ids = top_k(finite, max(k, 2))
     logits = finite[ids]
     margin = float(logits[0] - logits[1]) if np.isfinite(logits[:2]).all() else float("inf")
@@ -107,7 +110,7 @@ def compare_rows(plain: Row, replay: Row, *, plain_valid: bool = True) -> RowCom
         return _INVALID
     plain_bits, replay_bits = plain.view(np.uint32), replay.view(np.uint32)
     if np.array_equal(plain_bits, replay_bits):
-        return _EQUAL if np.isfinite(plain.sum(dtype=np.float64)) else _INVALID
+        return _EQUAL if np.isfinite(plain).all() else _INVALID
     if not (np.isfinite(plain).all() and np.isfinite(replay).all()):
         return _INVALID
     differs = plain_bits != replay_bits

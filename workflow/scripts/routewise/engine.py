@@ -112,7 +112,13 @@ class Model:
         for _ in range(2):
             tokens = np.empty(capacity, np.int32)
             count = self._library.rw_tokenize(
-                self._handle, raw, len(raw), _pointer(tokens), capacity, add_special, parse_special
+                self._handle,
+                raw,
+                len(raw),
+                tokens.ctypes.data,
+                capacity,
+                add_special,
+                parse_special,
             )
             if count >= 0:
                 return tokens[:count].tolist()
@@ -161,6 +167,20 @@ class Context:
                 "check context, kv_type and flash_attention of the route",
             )
         self.readback = self._read_back(log)
+        # made once: between two passes every new object is built in cold caches
+        self._tokens = np.zeros(settings.micro_batch, np.int32)
+        self._positions = np.zeros(settings.micro_batch, np.int32)
+        self._sequences = np.zeros(settings.micro_batch, np.int32)
+        self._wants = np.zeros(settings.micro_batch, np.int8)
+        self._pass_ns = ctypes.c_int64()
+        self._addresses = (
+            self._tokens.ctypes.data,
+            self._positions.ctypes.data,
+            self._sequences.ctypes.data,
+            self._wants.ctypes.data,
+            ctypes.byref(self._pass_ns),
+        )
+        self._row_type = ctypes.c_float * self.n_vocab
 
     def _read_back(self, log: str) -> dict[str, object]:
         said = dict(re.findall(r"^\w+: (\w+)\s+= (\S+)", log, flags=re.MULTILINE))
@@ -193,39 +213,28 @@ class Context:
                 f"{self.settings.micro_batch}",
                 "raise the route's micro_batch or lower the width",
             )
-        token_array = np.asarray(tokens, np.int32)
-        position_array = np.asarray(positions, np.int32)
-        sequence_array = (
-            np.zeros(n, np.int32) if sequences is None else np.asarray(sequences, np.int32)
-        )
-        want_array = np.ones(n, np.int8) if wants is None else np.asarray(wants, np.int8)
-        pass_ns = ctypes.c_int64()
-        code = self._library.rw_decode(
-            self._handle,
-            n,
-            _pointer(token_array),
-            _pointer(position_array),
-            _pointer(sequence_array),
-            want_array.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
-            ctypes.byref(pass_ns),
-        )
+        self._tokens[:n] = tokens
+        self._positions[:n] = positions
+        self._sequences[:n] = 0 if sequences is None else sequences
+        self._wants[:n] = 1 if wants is None else wants
+        code = self._library.rw_decode(self._handle, n, *self._addresses)
         if code != 0:
             raise RoutewiseError(
-                f"the engine refused a pass of {n} tokens at position {position_array[0]} "
+                f"the engine refused a pass of {n} tokens at position {self._positions[0]} "
                 f"(code {code}):\n{_last_lines(self.model.engine.take_log())}",
                 "code 1 means that the context is full: raise the route's context",
             )
-        return pass_ns.value
+        return self._pass_ns.value
 
     def logits(self, index: int) -> npt.NDArray[np.float32]:
         """Return the row of token ``index`` of the last pass: (n_vocab,) float32, a view.
 
         It is valid until the next pass; copy what must live longer.
         """
-        pointer = self._library.rw_logits(self._handle, index)
-        if not pointer:
+        address = self._library.rw_logits(self._handle, index)
+        if not address:
             raise RoutewiseError(f"the engine has no logits for token {index} of the last pass")
-        return np.ctypeslib.as_array(pointer, shape=(self.n_vocab,))
+        return np.frombuffer(memoryview(self._row_type.from_address(address)), np.float32)
 
     def remove(self, sequence: int, first: int, end: int = -1) -> None:
         """Remove positions [first, end) of a sequence from the cache (end < 0: all that follow)."""
@@ -326,13 +335,8 @@ def _last_lines(text: str, count: int = 8) -> str:
     return "\n".join(f"    {line}" for line in text.strip().splitlines()[-count:])
 
 
-def _pointer(array: npt.NDArray[np.int32]) -> ctypes.Array[ctypes.c_int32]:
-    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))  # type: ignore[return-value]
-
-
 def _declare(library: ctypes.CDLL) -> None:
     integer, pointer, string = ctypes.c_int32, ctypes.c_void_p, ctypes.c_char_p
-    integers, flags = ctypes.POINTER(ctypes.c_int32), ctypes.POINTER(ctypes.c_int8)
     signatures = {
         "rw_identity": (string, []),
         "rw_system_info": (string, []),
@@ -343,7 +347,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "rw_n_vocab": (integer, [pointer]),
         "rw_n_ctx_train": (integer, [pointer]),
         "rw_description": (integer, [pointer, string, integer]),
-        "rw_tokenize": (integer, [pointer, string, integer, integers, integer, integer, integer]),
+        "rw_tokenize": (integer, [pointer, string, integer, pointer, integer, integer, integer]),
         "rw_context_open": (pointer, [pointer, *[integer] * 6, string]),
         "rw_context_close": (None, [pointer]),
         "rw_context_n_ctx_seq": (integer, [pointer]),
@@ -352,9 +356,9 @@ def _declare(library: ctypes.CDLL) -> None:
         "rw_context_n_threads_batch": (integer, [pointer]),
         "rw_decode": (
             integer,
-            [pointer, integer, integers, integers, integers, flags, ctypes.POINTER(ctypes.c_int64)],
+            [pointer, integer, *[pointer] * 4, ctypes.POINTER(ctypes.c_int64)],
         ),
-        "rw_logits": (ctypes.POINTER(ctypes.c_float), [pointer, integer]),
+        "rw_logits": (pointer, [pointer, integer]),
         "rw_remove": (integer, [pointer, integer, integer, integer]),
     }
     for name, (result, arguments) in signatures.items():

@@ -30,6 +30,7 @@ from routewise.compare import (
     RowComparison,
     RowSummary,
     compare_rows,
+    greedy_token,
     row_digest,
     summarise_row,
 )
@@ -199,26 +200,36 @@ def prefill(context: Passes, ids: Sequence[int], micro_batch: int, sequence: int
 
 
 def run_plain(
-    context: Passes, prompt_ids: Sequence[int], n_asked: int, *, micro_batch: int, top_k: int
+    context: Passes,
+    prompt_ids: Sequence[int],
+    n_asked: int,
+    *,
+    micro_batch: int,
+    top_k: int,
+    room: npt.NDArray[np.float32] | None = None,
 ) -> PlainRun:
     """Prefill, then decode ``n_asked`` tokens greedily, one a pass, in an empty context.
 
     The end-of-text token does not stop it: every prompt gives the number of rows that was asked.
+    ``room``, at least (n_asked + 1, n_vocab) float32, is where the rows go: pages of an earlier
+    run that are there already. Without it they are made.
     """
     if not prompt_ids:
         raise RoutewiseError("a prompt of no tokens", "give the prompt a text")
-    rows = np.empty((n_asked + 1, context.n_vocab), np.float32)
+    if room is None:
+        room = np.empty((n_asked + 1, context.n_vocab), np.float32)
+    rows = room[: n_asked + 1]
     rows[0] = context.logits(prefill(context, prompt_ids, micro_batch))
-    summaries = [summarise_row(rows[0], top_k)]
+    token_ids: list[int] = []
     engine_ns = 0
     start = time.perf_counter()
     for step in range(1, n_asked + 1):
-        position = len(prompt_ids) + step - 1
-        engine_ns += context.decode([summaries[-1].token_id], [position])
+        token_ids.append(greedy_token(rows[step - 1]))
+        engine_ns += context.decode([token_ids[-1]], [len(prompt_ids) + step - 1])
         rows[step] = context.logits(0)
-        summaries.append(summarise_row(rows[step], top_k))
+    # summarised together: between two passes, with cold caches, it takes four times as long
+    summaries = [summarise_row(row, top_k) for row in rows]
     decode_s = time.perf_counter() - start
-    token_ids = [summary.token_id for summary in summaries[:-1]]
     return PlainRun(list(prompt_ids), token_ids, rows, summaries, decode_s, engine_ns / 1e9)
 
 
