@@ -144,6 +144,25 @@ def test_ten_kills_and_the_rows_are_those_of_an_undisturbed_run(
     assert bench.jobs_left(RECEIPT) == {}
 
 
+def test_a_cell_does_not_outlive_its_snakemake(
+    session_bench: MakeBench, stock_study: dict[str, Any]
+) -> None:
+    """Of work for a minute and more, a job whose Snakemake is killed leaves most undone."""
+    prompts = [
+        {"id": f"p{index}", "category": "ids", "n_tokens": 250, "token_ids": [index % 300, 5, 6]}
+        for index in range(600)
+    ]
+    bench = session_bench(stock_study, prompts)
+    with bench.running(RECEIPT.replace("long", "stock")) as run:
+        eventually(lambda: bool(fragments_of(bench)) or run.over, 600)
+        kill(run.process.pid)
+        bench.wait_until_none_is_left()
+    # 300 token ids stand there twice, and are measured once
+    assert 0 < len(fragments_of(bench)) < 300
+    assert not bench.cells()
+    check_files(bench)
+
+
 def test_a_killed_job_fails_the_run_and_the_next_one_adopts_its_prompts(
     bench: Bench, undisturbed: dict[str, Any]
 ) -> None:
