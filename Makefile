@@ -71,10 +71,12 @@ cpu-exact: setup  ## run config/studies/cpu-exact.yaml, the whole matrix of the 
 	$(BIN)/python tests/small_gguf.py results/made/rows256-f16.gguf --type f16
 	$(MAKE) demo STUDY=config/studies/cpu-exact.yaml
 
-plan: setup  ## say what `make demo` would do, and do nothing
+plan: setup  ## say what `make demo` would do; pinned sources are fetched, nothing is built
+	$(BIN)/python -m routewise fetch $(STUDY)
 	$(SNAKEMAKE) $(OPTIONS) --dry-run
 
-check: setup  ## fail when a verdict is not what the study expects
+check: setup  ## run what is missing, then fail when a verdict is not what the study expects
+	$(BIN)/python -m routewise fetch $(STUDY)
 	$(SNAKEMAKE) check $(OPTIONS)
 
 test: setup  ## run all tests, those of the formatters included

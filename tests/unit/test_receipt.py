@@ -321,6 +321,15 @@ def test_a_file_that_is_no_receipt_is_refused(tmp_path: Path) -> None:
             read_receipt(path)
 
 
+def test_a_receipt_without_a_price_shows_no_figure_of_it(made: MadeStudy) -> None:
+    receipt = receipt_of(made)
+    assert receipt["price"]
+    assert "price_by_width.svg" in receipt_markdown(receipt)
+    text = receipt_markdown({**receipt, "price": []})
+    assert "price_by_width.svg" not in text
+    assert "delta_by_position.svg" in text
+
+
 def test_the_document_has_verdicts_first_and_every_claim_in_it(made: MadeStudy) -> None:
     receipt = receipt_of(made)
     text = receipt_markdown(receipt)

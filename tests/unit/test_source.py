@@ -297,6 +297,7 @@ def test_every_file_has_its_component(file: str, component: str) -> None:
     [
         *("docs/a.cpp", "models/a.gguf", "tests/a.cpp", "src/.git/a.c", "tools/ui/src/a.ts"),
         *("src/a.md", "build/a.cpp", "src/__pycache__/a.py", "CMakeLists.txt.orig", "srcs/a.c"),
+        *("src/a.cpp~", "src/#a.cpp#", "src/a.cpp.bak"),
     ],
 )
 def test_what_no_build_reads_is_left_out(file: str) -> None:

@@ -143,7 +143,7 @@ def test_what_is_said_counts(document: Document, root: Path) -> None:
         "context": 2048,
         "micro_batch": 64,
         "flash_attention": False,
-        "kv_type": "q8_0",
+        "kv_type": "f32",
     }
     for route in document["routes"].values():
         route |= said
@@ -206,6 +206,11 @@ def test_width_one_is_always_there_once() -> None:
 REPLAY = "sweeps.replay"
 #: path, value, and the words of the message: key, value found, value wanted, hint.
 MISTAKES: dict[str, tuple[str, object, list[str]]] = {
+    "quantized cache without flash attention": (
+        "routes.cpu-stock",
+        {"build": "cpu-stock", "kv_type": "q8_0", "flash_attention": False},
+        ["routes.cpu-stock.kv_type", "'q8_0'", "flash_attention"],
+    ),
     "study named as a folder": ("study", "cells", ["study", "'cells'", "results/", "rename"]),
     "width 0": (f"{REPLAY}.widths", [4, 0], [f"{REPLAY}.widths[1]", "0", "minimum of 1"]),
     "negative width": (f"{REPLAY}.widths", [-4], [f"{REPLAY}.widths[0]", "-4", "minimum"]),
@@ -378,7 +383,7 @@ MISTAKES: dict[str, tuple[str, object, list[str]]] = {
     "a name of two lines": ("study", "x\n", ["study", "x\\n"]),
     "a name of nothing": ("study", "", ["study", "''"]),
     "a version as a number": ("sources.pinned.version", 0.3, ["version", "0.3", "'string'"]),
-    "another schema": ("schema_version", 2, ["schema_version", "1 was expected"]),
+    "another schema": ("schema_version", 2, ["schema_version", "wanted 1"]),
     "too few rounds": ("sweeps.cost.rounds", 2, ["sweeps.cost.rounds", "2", "3"]),
     "too many neighbours": (f"{REPLAY}.neighbours", 64, [f"{REPLAY}.neighbours", "64", "63"]),
     "no neighbour": (f"{REPLAY}.neighbours", 0, [f"{REPLAY}.neighbours", "0"]),

@@ -35,6 +35,7 @@ rule measure_plain:
     threads: lambda w: STUDY.routes[w.route].settings.threads
     conda:
         "../../envs/measure.yaml"
+    priority: 1  # verdicts before prices
     shell:
         "python {SCRIPTS}/measure_replay.py --cell {params.cell:q} --build {params.build}"
         " --model {input.model} --prompts {input.prompts} --store {RESULTS}/store"
@@ -60,6 +61,7 @@ rule measure_replay:
     threads: lambda w: STUDY.routes[w.route].settings.threads
     conda:
         "../../envs/measure.yaml"
+    priority: 1  # verdicts before prices
     shell:
         "python {SCRIPTS}/measure_replay.py --cell {params.cell:q} --build {params.build}"
         " --model {input.model} --prompts {input.prompts} --plain {input.plain}"

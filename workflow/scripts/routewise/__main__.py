@@ -1,4 +1,4 @@
-"""Commands beside the workflow: ``python -m routewise fetch STUDY``."""
+"""Commands beside the workflow."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -103,8 +104,15 @@ class Worker:
         except BrokenPipeError:
             line = ""
         if not line:
+            code = self._process.wait()
+            if code < 0:
+                raise RoutewiseError(
+                    f"the worker of route {self.arm.route} was killed by "
+                    f"{signal.Signals(-code).name}",
+                    "something outside ended it (a kill, or out of memory: see dmesg); run again",
+                )
             raise RoutewiseError(
-                f"the worker of route {self.arm.route} ended (code {self._process.wait()})",
+                f"the worker of route {self.arm.route} ended (code {code})",
                 "its message stands above; run the same command again",
             )
         answer: dict[str, Any] = json.loads(line)

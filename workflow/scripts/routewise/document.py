@@ -15,17 +15,23 @@ FIGURES = {
 }
 
 
-def receipt_markdown(receipt: Mapping[str, Any], figures: Sequence[str] = tuple(FIGURES)) -> str:
+def drawn_figures(receipt: Mapping[str, Any]) -> list[str]:
+    """Return the names of the figures that a receipt's sweeps have."""
+    replay = list(FIGURES)[:2] if receipt["claims"] or receipt["controls"] else []
+    return [*replay, *(["price_by_width"] if receipt["price"] else [])]
+
+
+def receipt_markdown(receipt: Mapping[str, Any]) -> str:
     """Return a receipt as Markdown: verdicts first, then controls, price, scope and provenance.
 
-    ``figures`` names the figures that stand in the folder ``figures`` beside the receipt.
+    Its figures are expected in the folder ``figures`` beside it.
     """
     sections = [
         f"# Receipt of the study `{receipt['study']}`",
         closing_line(receipt, "receipt.json") + ".",
         *_verdicts(receipt),
         *_controls(receipt),
-        *_figures(figures),
+        *_figures(drawn_figures(receipt)),
         *_price(receipt),
         *_scope(receipt),
         *_power(receipt),

@@ -101,11 +101,9 @@ class StudyPlan:
 
 
 def fetch_sources(study: Study, results: Path, say: Callable[[str], None] | None = None) -> None:
-    """Bring the study's pinned sources into the results folder, unless they are there."""
+    """Bring the study's pinned sources into the results folder, and look at its live trees."""
     for name, entry in study.sources.items():
-        spec = SourceSpec.from_config(name, entry)
-        if not is_fetched(name, spec, results):
-            fetch_source(name, spec, results, say=say or _say)
+        fetch_source(name, SourceSpec.from_config(name, entry), results, say=say or _say)
 
 
 def plan_study(study: Study, results: Path, root: Path) -> StudyPlan:

@@ -330,6 +330,8 @@ def is_kept(relative: str) -> bool:
     parts = relative.split("/")
     if any(part.startswith(".") or part == "__pycache__" for part in parts):
         return False
+    if relative.endswith(("~", "#", ".bak")):  # what editors leave
+        return False
     if os.path.splitext(relative)[1].lower() in IGNORED_SUFFIXES:
         return False
     return any(relative == kept or relative.startswith(f"{kept}/") for kept in KEPT)

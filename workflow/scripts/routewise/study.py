@@ -35,6 +35,9 @@ ROUTE_DEFAULTS: dict[str, Any] = {
 #: Folders of results/ that are not a study's.
 RESERVED_NAMES = ("builds", "cells", "logs", "models", "prompts", "sources", "store", "work")
 
+#: KV types that attention without flash attention can use.
+FLOAT_KV = ("f16", "f32", "bf16")
+
 REPLAY_DEFAULTS: dict[str, Any] = {
     "widths": [2, 3, 4, 5, 8, 9, 16],
     "shapes": list(SHAPES),
@@ -160,6 +163,13 @@ def check_study(document: Mapping[str, Any], where: str, root: Path = Path("."))
                 route.settings.micro_batch,
                 f"at most the context, {route.settings.context}",
                 "lower it or raise the context",
+            )
+        if route.settings.kv_type not in FLOAT_KV and not route.settings.flash_attention:
+            checker.wrong(
+                f"routes.{name}.kv_type",
+                route.settings.kv_type,
+                f"one of {', '.join(FLOAT_KV)} where flash_attention is false",
+                "set flash_attention: true, or a float kv_type",
             )
         if route.reference is not None:
             checker.known(route.reference, routes, f"routes.{name}.reference")
@@ -340,13 +350,22 @@ def _check_shape(document: Mapping[str, Any], schema: dict[str, Any], where: str
         return
     error = jsonschema.exceptions.best_match(errors) or errors[0]
     key = _dotted(error.absolute_path) or "the study"
+    message = error.message
+    if error.validator == "pattern" and "a-z0-9" in str(error.validator_value):
+        message = f"{error.instance!r}, wanted lower case letters, digits, '-' and '_'"
+    elif error.validator == "const":
+        message = f"{error.instance!r}, wanted {error.validator_value!r}"
+    elif error.validator == "anyOf":
+        message = (
+            f"{error.instance!r}, wanted exact, differs, differs-somewhere, or a verdict a variant"
+        )
     hint = "config/README.md lists every key"
     if error.validator == "additionalProperties" and isinstance(error.instance, Mapping):
         known = list(error.schema.get("properties", {}))
         unknown = [name for name in error.instance if name not in known]
         near = [m for name in unknown for m in difflib.get_close_matches(str(name), known, n=1)]
         hint = f"did you mean {near[0]!r}? {hint}" if near else f"known keys: {', '.join(known)}"
-    raise RoutewiseError(f"{where}: {key}: {error.message}", hint)
+    raise RoutewiseError(f"{where}: {key}: {message}", hint)
 
 
 class _StrictLoader(yaml.SafeLoader):
