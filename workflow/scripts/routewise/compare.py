@@ -6,6 +6,7 @@ or an infinity is invalid and never equal to anything, itself included.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,7 +84,7 @@ def top_k(row: Row, k: int) -> npt.NDArray[np.int32]:
 def greedy_token(row: Row) -> int:
     """Return the lowest id among the largest finite logits of a row: its summary's ``token_id``."""
     token = int(row.argmax())  # a NaN counts as the largest here
-    return token if np.isfinite(row[token]) else summarise_row(row, 1).token_id
+    return token if math.isfinite(row[token]) else summarise_row(row, 1).token_id
 
 
 def summarise_row(row: Row, k: int) -> RowSummary:

@@ -181,6 +181,9 @@ class Context:
             ctypes.byref(self._pass_ns),
         )
         self._row_type = ctypes.c_float * self.n_vocab
+        self._rows: dict[
+            int, npt.NDArray[np.float32]
+        ] = {}  # views of the engine's rows, by address
 
     def _read_back(self, log: str) -> dict[str, object]:
         said = dict(re.findall(r"^\w+: (\w+)\s+= (\S+)", log, flags=re.MULTILINE))
@@ -213,10 +216,14 @@ class Context:
                 f"{self.settings.micro_batch}",
                 "raise the route's micro_batch or lower the width",
             )
-        self._tokens[:n] = tokens
-        self._positions[:n] = positions
-        self._sequences[:n] = 0 if sequences is None else sequences
-        self._wants[:n] = 1 if wants is None else wants
+        if n == 1 and sequences is None and wants is None:  # a plain step: nothing to spread
+            self._tokens[0], self._positions[0] = tokens[0], positions[0]
+            self._sequences[0], self._wants[0] = 0, 1
+        else:
+            self._tokens[:n] = tokens
+            self._positions[:n] = positions
+            self._sequences[:n] = 0 if sequences is None else sequences
+            self._wants[:n] = 1 if wants is None else wants
         code = self._library.rw_decode(self._handle, n, *self._addresses)
         if code != 0:
             raise RoutewiseError(
@@ -234,7 +241,11 @@ class Context:
         address = self._library.rw_logits(self._handle, index)
         if not address:
             raise RoutewiseError(f"the engine has no logits for token {index} of the last pass")
-        return np.frombuffer(memoryview(self._row_type.from_address(address)), np.float32)
+        row = self._rows.get(address)
+        if row is None:
+            row = np.frombuffer(memoryview(self._row_type.from_address(address)), np.float32)
+            self._rows[address] = row
+        return row
 
     def remove(self, sequence: int, first: int, end: int = -1) -> None:
         """Remove positions [first, end) of a sequence from the cache (end < 0: all that follow)."""
