@@ -1,6 +1,6 @@
-"""Compile one part of a build: the engine (ggml, backend, libllama, shim) or the stock tools.
+"""Compile one part of a build: the engine (ggml, backend, libllama, shim), llama-server or tools.
 
-Writes ``lib/`` (and ``bin/`` for tools) and ``build.json`` into results/builds/<digest12>.
+Writes ``lib/`` (and ``bin/`` for programs) and ``build.json`` into results/builds/<digest12>.
 """
 
 from __future__ import annotations

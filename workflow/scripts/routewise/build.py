@@ -1,9 +1,10 @@
 """Builds: a source, perhaps a patch, CMake options and a toolchain, compiled for one backend.
 
 Planning names a build by digest and compiles nothing. The *engine* (ggml, the backend, libllama
-and the shim) has one digest and lands in ``results/builds/<digest12>/lib``; the *tools*
-(llama-quantize, llama-bench) have another, so that an edit of a tool moves no measurement, and
-are made from unpatched sources only. Work folders are kept: ninja compiles what changed.
+and the shim) has one digest and lands in ``results/builds/<digest12>/lib``. The *server*
+(llama-server and the engine's libraries again) has another, so that an edit of the server moves no
+replay; and so have the *tools* (llama-quantize, llama-bench), which are made from unpatched
+sources only. Work folders are kept: ninja compiles what changed.
 """
 
 from __future__ import annotations
@@ -74,10 +75,12 @@ BACKENDS: dict[str, Backend] = {"cpu": Backend({}, ())}
 #: The parts of a build: ninja targets, and what is copied out of the work folder.
 PARTS: dict[str, tuple[str, ...]] = {
     "engine": ("llama", "routewise_shim"),
+    "server": ("llama-server",),
     "tools": ("llama-quantize", "llama-bench"),
 }
 ENGINE_COMPONENTS = ("build", "ggml-base", "ggml-cpu", "llama")
 TOOL_COMPONENTS = ("common", "vendor", "tools")
+SERVER_COMPONENTS = ("common", "vendor", "tools", "server")  # of tools, the multimodal library
 
 #: Set for every build, and not for a study to change.
 FIXED_OPTIONS: dict[str, str] = {
@@ -152,6 +155,7 @@ class BuildPlan:
     components: Mapping[str, str]  # component -> normalised digest, patched
     digest: str  # of the engine, 64 hex digits; its identity too
     tools_digest: str  # of the unpatched tools
+    server_digest: str  # of llama-server with the engine's libraries
     results_dir: Path = field(repr=False)
     shim_dir: Path = field(repr=False)
 
@@ -166,11 +170,16 @@ class BuildPlan:
         return self.results_dir / "work" / self.name
 
     def part_digest(self, part: str) -> str:
-        """Return the digest of ``engine`` or ``tools`` (64 hex digits)."""
-        return {"engine": self.digest, "tools": self.tools_digest}[part]
+        """Return the digest of a part (64 hex digits)."""
+        digests = {
+            "engine": self.digest,
+            "server": self.server_digest,
+            "tools": self.tools_digest,
+        }
+        return digests[part]
 
     def part_dir(self, part: str) -> Path:
-        """Return where ``engine`` or ``tools`` will be: ``results/builds/<digest12>``."""
+        """Return where a part will be: ``results/builds/<digest12>``."""
         return self.results_dir / "builds" / self.part_digest(part)[:12]
 
     @property
@@ -182,6 +191,11 @@ class BuildPlan:
     def tools_dir(self) -> Path:
         """Holds ``bin/``, the ``lib/`` that these programs need, and ``build.json``."""
         return self.part_dir("tools")
+
+    @property
+    def server_dir(self) -> Path:
+        """Holds ``bin/llama-server``, the ``lib/`` that it needs, and ``build.json``."""
+        return self.part_dir("server")
 
 
 # --------------------------------------------------------------------------------------- planning
@@ -207,7 +221,7 @@ def plan_build(
     toolchain = toolchain_identity(options, cache)
     changed = patched_files(patch, root, spec.source) if patch else {}
     engine = {*ENGINE_COMPONENTS, *backend.components}
-    wanted = {*engine, *TOOL_COMPONENTS}
+    wanted = {*engine, *TOOL_COMPONENTS, *SERVER_COMPONENTS}
     stock = component_digests(root, cache, None, wanted.__contains__)
     patched = component_digests(root, cache, changed, wanted.__contains__) if changed else stock
     common: dict[str, Any] = {
@@ -233,7 +247,20 @@ def plan_build(
             {**common, "components": _picked(patched, engine), "shim": shim, "part": "engine"}
         ),
         tools_digest=digest_of(
-            {**common, "components": stock, "super_project": super_project, "part": "tools"}
+            {
+                **common,
+                "components": _picked(stock, {*engine, *TOOL_COMPONENTS}),
+                "super_project": super_project,
+                "part": "tools",
+            }
+        ),
+        server_digest=digest_of(
+            {
+                **common,
+                "components": _picked(patched, {*engine, *SERVER_COMPONENTS}),
+                "super_project": super_project,
+                "part": "server",
+            }
         ),
         results_dir=Path(results_dir),
         shim_dir=shim_dir,
@@ -471,7 +498,7 @@ def sync_tree(plan: BuildPlan) -> bool:
     What is written is dated now, so that ninja sees it whatever date it had; what is equal keeps
     its date. Returns whether a file came or went (CMake looks for files only when it runs).
     """
-    components = {*plan.components, "server", "texts"}
+    components = {*plan.components, "texts"}
     wanted: dict[Path, Path | bytes] = {
         Path("src") / file: plan.root / file
         for file in source_files(plan.root)
@@ -661,7 +688,7 @@ def _install(plan: BuildPlan, part: str, compiled: Compiled) -> dict[str, Any]:
     remove_stale(target)
     beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        programs = PARTS["tools"] if part == "tools" else ()
+        programs = () if part == "engine" else PARTS[part]
         starts = [compiled.bin_dir / program for program in programs]
         starts = starts or [compiled.bin_dir / "libroutewise_shim.so"]
         libraries = needed_libraries(starts)

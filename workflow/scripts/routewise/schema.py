@@ -108,6 +108,88 @@ COST = pa.schema(
     ]
 )
 
+_PROMPT = [
+    pa.field("prompt_index", pa.int32(), nullable=False),
+    pa.field("prompt_id", pa.string(), nullable=False),
+    pa.field("category", pa.string(), nullable=False),
+]
+
+#: Replies of a server. One row per reply; its tokens are lists, all of one length. The *block* of
+#: a row (life, cache, mix, prefill, parallel, width) says how it was asked for; a block has rounds,
+#: and a round has ``width`` replies in flight at once.
+REPLIES = pa.schema(
+    [
+        *_PROMPT,
+        pa.field("life", pa.int32(), nullable=False),  # which start of the server, from 0
+        pa.field("cache", pa.string(), nullable=False),  # off | cold | warm (prompt cache)
+        pa.field("mix", pa.string(), nullable=False),  # copies | neighbours | fillers
+        pa.field("prefill", pa.string(), nullable=False),  # together | apart
+        pa.field("parallel", pa.int32(), nullable=False),  # slots of the server
+        pa.field("width", pa.int32(), nullable=False),  # requests in flight
+        pa.field("round", pa.int32(), nullable=False),
+        pa.field("copy", pa.int32(), nullable=False),  # index of the request within its round
+        pa.field("role", pa.string(), nullable=False),  # probe | neighbour | filler
+        pa.field("status", pa.string(), nullable=False),  # ok | invalid
+        pa.field("reason", pa.string()),  # why invalid
+        pa.field("observable", pa.string(), nullable=False),  # chosen-logprob | token-ids | text
+        pa.field("n_asked", pa.int32(), nullable=False),
+        pa.field("n_received", pa.int32(), nullable=False),
+        pa.field("finish", pa.string()),  # eos | limit | word; null where the server says nothing
+        pa.field("text", pa.binary(), nullable=False),  # bytes, as UTF-8 may end half-way
+        pa.field("token_ids", pa.list_(pa.int32())),  # null where the route sends none
+        pa.field("token_bytes", pa.list_(pa.binary())),  # null where the route sends none
+        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),  # null where status is not ok
+        pa.field("logprob_bits", pa.list_(pa.uint32()), nullable=False),
+        # ok | null | missing | sentinel | nan | not_float32
+        pa.field("logprob_status", pa.list_(pa.string()), nullable=False),
+        pa.field("top_ids", pa.list_(pa.list_(pa.int32()))),
+        pa.field("top_bytes", pa.list_(pa.list_(pa.binary()))),
+        pa.field("top_logprobs", pa.list_(pa.list_(pa.float32()))),
+        pa.field("n_saturated", pa.int32(), nullable=False),  # logprob exactly 0: p near 1
+        pa.field("state", HASH, nullable=False),  # of all tokens and compared bits
+        pa.field("tokens_hash", HASH, nullable=False),  # of the tokens alone
+        pa.field("slot", pa.int32()),
+        pa.field("cache_n", pa.int32()),  # prompt tokens taken from the cache
+        pa.field("prompt_n", pa.int32()),  # prompt tokens evaluated
+        pa.field("draft_n", pa.int32()),
+        pa.field("released_ns", pa.int64(), nullable=False),  # after the round's barrier
+        pa.field("done_ns", pa.int64(), nullable=False),
+        pa.field("release_spread_ms", pa.float64(), nullable=False),  # of the round
+        pa.field("n_decodes", pa.int32()),  # passes of the server in the round; null: no witness
+        pa.field("busy_per_decode", pa.float64()),  # slots busy in a pass, mean of the round
+        pa.field("claim_wait_s", pa.float64(), nullable=False),
+        pa.field("claim_hold_s", pa.float64(), nullable=False),  # up to this round
+        pa.field("n_others", pa.int32()),  # other processes on the device; null: nobody can tell
+    ]
+)
+
+#: Two routes' replies to the same request, token by token. One row per aligned position; ``a``
+#: and ``b`` are the routes in the order of the cell's name ``a|b``.
+AGREE = pa.schema(
+    [
+        *_PROMPT,
+        pa.field("copy", pa.int32(), nullable=False),
+        pa.field("position", pa.int32(), nullable=False),  # of the token in the reply, from 0
+        pa.field("common", pa.bool_(), nullable=False),  # all earlier tokens are equal
+        pa.field("match", pa.bool_(), nullable=False),  # this token is equal
+        pa.field("same_stream", pa.bool_(), nullable=False),  # all tokens of the reply are equal
+        pa.field("token_id_a", pa.int32()),
+        pa.field("token_id_b", pa.int32()),
+        pa.field("bytes_a", pa.binary()),  # null past the end of the shorter reply
+        pa.field("bytes_b", pa.binary()),
+        pa.field("logprob_a", pa.float32()),
+        pa.field("logprob_b", pa.float32()),
+        pa.field("status_a", pa.string(), nullable=False),  # as logprob_status, or ended
+        pa.field("status_b", pa.string(), nullable=False),
+        pa.field("bits_equal", pa.bool_()),  # null where one has no logprob
+        pa.field("dlogp", pa.float32()),  # |a - b|; only where common and match
+        pa.field("kl_nats", pa.float64()),  # approximate KL(a || b) from the top lists
+        pa.field("margin_a", pa.float32()),  # top-1 minus top-2 logprob
+        pa.field("margin_b", pa.float32()),
+        pa.field("arithmetic_only", pa.bool_(), nullable=False),  # both load the same weights
+    ]
+)
+
 _CELL = [
     pa.field("cell", pa.string(), nullable=False),  # path of the cell file
     pa.field("cell_valid", pa.bool_(), nullable=False),  # the job had no reason to doubt the cell
@@ -118,6 +200,7 @@ _ROUTE = [
     pa.field("model", pa.string(), nullable=False),
     pa.field("variant", pa.string(), nullable=False),
 ]
+_SWEEP = pa.field("sweep", pa.string(), nullable=False)
 
 #: One row per cell file. ``provenance`` is the JSON document of the cell's own metadata.
 CELLS = pa.schema(
@@ -140,6 +223,8 @@ STUDY_TABLES: dict[str, pa.Schema] = {
     "study_replay": pa.schema(_ROUTE + _CELL + list(REPLAY)),
     "study_plain": pa.schema(_ROUTE + _CELL + list(PLAIN)),
     "study_cost": pa.schema(_CELL + list(COST)),
+    "study_replies": pa.schema([_SWEEP] + _ROUTE + _CELL + list(REPLIES)),
+    "study_agree": pa.schema(_ROUTE + _CELL + list(AGREE)),
 }
 
 TABLES: dict[str, pa.Schema] = {
@@ -147,6 +232,8 @@ TABLES: dict[str, pa.Schema] = {
     "plain": PLAIN,
     "replay": REPLAY,
     "cost": COST,
+    "replies": REPLIES,
+    "agree": AGREE,
     **STUDY_TABLES,
 }
 

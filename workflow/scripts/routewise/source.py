@@ -30,8 +30,11 @@ Say = Callable[[str], None]
 #: What a build reads of a llama.cpp tree. Docs, media, tests, examples, vocabularies stay out.
 KEPT = frozenset({"CMakeLists.txt", "LICENSE", "licenses", "cmake", "common", "ggml", "include"})
 KEPT |= {"scripts/ui-assets.cmake", "src", "tools", "vendor"}
-#: Of the web user interface only this is read when it is switched off.
-WEB_UI, WEB_UI_KEPT = "tools/ui/", "tools/ui/CMakeLists.txt"
+#: Of the web user interface only these are read when it is switched off.
+WEB_UI = "tools/ui/"
+WEB_UI_KEPT = frozenset({"tools/ui/CMakeLists.txt", "tools/ui/ui.cpp.in", "tools/ui/ui.h.in"})
+#: Raised when other files of a tree are kept: what was fetched before is fetched again.
+TREE_FORMAT = "2"
 #: Files of a kept folder that no compiler reads.
 IGNORED_SUFFIXES = frozenset({".md", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".html"})
 IGNORED_SUFFIXES |= {".o", ".a", ".so", ".gguf", ".bin", ".orig", ".rej", ".swp", ".pyc"}
@@ -155,7 +158,7 @@ def remove_stale(folder: Path) -> None:
 
 def _asked(spec: SourceSpec) -> dict[str, str]:
     keys = ("kind", *KINDS[spec.kind], "subdir")
-    return {key: str(getattr(spec, key)) for key in keys}
+    return {"tree_format": TREE_FORMAT, **{key: str(getattr(spec, key)) for key in keys}}
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
@@ -325,7 +328,7 @@ def _last_lines(text: str, count: int = 12) -> str:
 
 def is_kept(relative: str) -> bool:
     """Tell whether a build reads this file of a tree (path relative to the root, with slashes)."""
-    if relative.startswith(WEB_UI) and relative != WEB_UI_KEPT:
+    if relative.startswith(WEB_UI) and relative not in WEB_UI_KEPT:
         return False
     parts = relative.split("/")
     if any(part.startswith(".") or part == "__pycache__" for part in parts):
