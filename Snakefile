@@ -14,6 +14,7 @@ include: "workflow/rules/builds.smk"
 include: "workflow/rules/models.smk"
 include: "workflow/rules/prompts.smk"
 include: "workflow/rules/replay.smk"
+include: "workflow/rules/serve.smk"
 include: "workflow/rules/cost.smk"
 include: "workflow/rules/receipts.smk"
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from made_cells import MadeStudy
+from routewise.digest import canonical_json
 from routewise.receipt import build_receipt, receipt_json
 from routewise.summary import closing_line, gate_lines, gate_of, print_summary
-from routewise.table import canonical_json, read_tables
+from routewise.table import read_tables
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "workflow" / "scripts"
 

@@ -1,7 +1,13 @@
-# Compiles each build once: the engine that is measured, and the tools of a stock build.
+# Compiles each build once: the engine that is measured in-process, the server of a route that
+# serves, and the tools of a stock build.
 ENGINES = {plan.engine_dir.name: plan for plan in PLAN.builds.values()}
 TOOLS = {
     plan.tools_dir.name: plan for plan in PLAN.builds.values() if plan.patch is None
+}
+SERVERS = {
+    PLAN.builds[plan.build].server_dir.name: PLAN.builds[plan.build]
+    for plan in PLAN.serves.values()
+    if plan.build is not None
 }
 
 
@@ -44,6 +50,25 @@ rule build_tools:
         arguments=lambda w: [
             part
             for pair in build_arguments(TOOLS[w.tools], "tools").items()
+            for part in pair
+        ],
+    threads: workflow.cores
+    conda:
+        "../../envs/build-cpu.yaml"
+    shell:
+        "python {SCRIPTS}/build_backend.py {params.arguments:q} --patches-dir {PATCHES}"
+        " --results-dir {RESULTS} --jobs {threads} --log {log}"
+
+
+rule build_server:
+    output:
+        str(RESULTS / "builds" / "{server}" / "build.json"),
+    log:
+        str(RESULTS / "logs" / "build_server" / "{server}.log"),
+    params:
+        arguments=lambda w: [
+            part
+            for pair in build_arguments(SERVERS[w.server], "server").items()
             for part in pair
         ],
     threads: workflow.cores

@@ -8,7 +8,7 @@ from snakemake.exceptions import WorkflowError
 from routewise import watch
 from routewise.digest import canonical_json
 from routewise.errors import RoutewiseError
-from routewise.plan import fetch_sources, plan_study, study_json
+from routewise.plan import fetch_sources, plan_study, serving_script, study_json
 from routewise.study import check_study, read_yaml
 from routewise.takeover import take_over
 
@@ -62,6 +62,11 @@ wildcard_constraints:
     engine=one_of(plan.engine_dir.name for plan in PLAN.builds.values()),
     tools=one_of(
         plan.tools_dir.name for plan in PLAN.builds.values() if plan.patch is None
+    ),
+    server=one_of(
+        PLAN.builds[plan.build].server_dir.name
+        for plan in PLAN.serves.values()
+        if plan.build is not None
     ),
     key=one_of(plan.key[:12] for plan in PLAN.models.values()),
     model=one_of(STUDY.models),

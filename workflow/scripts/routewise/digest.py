@@ -116,3 +116,13 @@ def sha256_file(path: Path, cache: DigestCache | None = None) -> str:
             return hashlib.file_digest(stream, "sha256").hexdigest()
 
     return compute() if cache is None else cache.get("raw", path, compute)
+
+
+def tree_digest(path: Path, cache: DigestCache | None = None) -> str:
+    """Return the SHA-256 of a file, or one digest over names and contents of a folder's files."""
+    if path.is_file():
+        return sha256_file(path, cache)
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return digest_of(
+        [[file.relative_to(path).as_posix(), sha256_file(file, cache)] for file in files]
+    )

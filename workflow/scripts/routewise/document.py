@@ -5,20 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from routewise.summary import closing_line, where_to_look
+from routewise.summary import SERVING, busy_text, closing_line, states_text, where_to_look
 from routewise.verdict import DIFFERS_SOMEWHERE, EXACT
 
 FIGURES = {
     "delta_by_position": "Largest logit difference by KV position and width",
     "flips_and_margins": "Flips of the greedy token and the plain top-two margin",
     "price_by_width": "Pass time by width",
+    "states_by_width": "Distinct answers to one request by width and company",
+    "solo_token_kept": "Share of positions that keep the solo token, by width",
+    "agree_dlogp": "Distance of two routes' logprobs",
 }
 
 
 def drawn_figures(receipt: Mapping[str, Any]) -> list[str]:
     """Return the names of the figures that a receipt's sweeps have."""
-    replay = list(FIGURES)[:2] if receipt["claims"] or receipt["controls"] else []
-    return [*replay, *(["price_by_width"] if receipt["price"] else [])]
+    sweeps = {entry["sweep"] for entry in [*receipt["claims"], *receipt["controls"]]}
+    return [
+        *(["delta_by_position", "flips_and_margins"] if "replay" in sweeps else []),
+        *(["price_by_width"] if receipt["price"] else []),
+        *(["states_by_width", "solo_token_kept"] if "batched" in sweeps else []),
+        *(["agree_dlogp"] if "agree" in sweeps else []),
+    ]
 
 
 def receipt_markdown(receipt: Mapping[str, Any]) -> str:
@@ -30,6 +38,9 @@ def receipt_markdown(receipt: Mapping[str, Any]) -> str:
         f"# Receipt of the study `{receipt['study']}`",
         closing_line(receipt, "receipt.json") + ".",
         *_verdicts(receipt),
+        *_repetition(receipt),
+        *_batches(receipt),
+        *_agreement(receipt),
         *_controls(receipt),
         *_figures(drawn_figures(receipt)),
         *_price(receipt),
@@ -101,6 +112,202 @@ def _verdicts(receipt: Mapping[str, Any]) -> list[str]:
         "brackets is Clopper and Pearson's; both take positions as independent."
     )
     return ["## Verdicts", text, _entries(receipt["claims"], "claim")]
+
+
+def _claims(receipt: Mapping[str, Any], sweep: str) -> list[Mapping[str, Any]]:
+    return [claim for claim in receipt["claims"] if claim["sweep"] == sweep]
+
+
+def _name(claim: Mapping[str, Any]) -> str:
+    """Return a claim's name without its sweep, which the section names."""
+    return f"`{claim['id'].removeprefix(claim['sweep'] + '/')}`"
+
+
+def _statements(claims: Sequence[Mapping[str, Any]]) -> str:
+    """Return what claims say, each sentence once with the claims that say it counted."""
+    counted: dict[str, int] = {}
+    for claim in claims:
+        counted[claim["statement"]] = counted.get(claim["statement"], 0) + 1
+    return "\n".join(
+        f"- {statement}" + (f" ({n} claims)" if n > 1 else "") + "."
+        for statement, n in counted.items()
+    )
+
+
+def _share(value: float | None, digits: int = 1) -> str | None:
+    return None if value is None else f"{value:.{digits}%}"
+
+
+def _size(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3g}"
+
+
+def _repetition(receipt: Mapping[str, Any]) -> list[str]:
+    claims = _claims(receipt, "repeat")
+    if not claims:
+        return []
+    text = (
+        "One request alone, compared in all pairs of its replies. States are distinct answers a "
+        "prompt, and in brackets Chao's estimate with the unseen ones; saturated is the share of "
+        "tokens whose logprob is exactly 0, where bits can hide."
+    )
+    header = (
+        "repeat",
+        "observable",
+        "prompts",
+        "replies",
+        "pairs that differ",
+        "across lives",
+        "states",
+        "saturated",
+    )
+    rows = (
+        (
+            _name(claim),
+            claim["observable"],
+            claim["n"]["prompts"],
+            claim["n"].get("replies"),
+            _of(claim["n"], "differing_pairs", "pairs"),
+            _of(claim["n"], "differing_across_lives", "pairs_across_lives"),
+            states_text(claim["measures"].get("states")) or None,
+            _share(claim["measures"].get("saturated_share")),
+        )
+        for claim in claims
+    )
+    return ["## Repetition", text, _table(header, rows), _statements(claims)]
+
+
+def _of(n: Mapping[str, int], part: str, whole: str) -> str | None:
+    return f"{n.get(part, 0)} of {n[whole]}" if n.get(whole) else None
+
+
+def _batches(receipt: Mapping[str, Any]) -> list[str]:
+    claims = _claims(receipt, "batched")
+    if not claims:
+        return []
+    lengths = sorted(
+        {
+            prefix["tokens"]
+            for claim in claims
+            for prefix in (claim["measures"].get("solo") or {}).get("kept", [])
+            if prefix["tokens"] is not None
+        }
+    )
+    text = (
+        "Each reply in company against the solo answer to its request: how many have its state, "
+        "how far logprobs are apart where all tokens so far are equal, and the share of positions "
+        "that keep the solo token, over the first tokens and over all. States are distinct answers "
+        "a prompt (in brackets Chao's estimate), modal is the share of replies in the commonest. "
+        "Busy is the witness: slots busy in a pass, mean and least of the rounds, beside the width."
+    )
+    header = (
+        "batched",
+        "as solo",
+        "mean Δ logprob",
+        "max",
+        *(f"kept, first {length}" for length in lengths),
+        "kept, all",
+        "states",
+        "modal",
+        "equal to the round before",
+        "equal pairs",
+        "busy (least)",
+        "release, ms",
+    )
+    rows = ((_name(claim), *_batched_cells(claim, lengths)) for claim in claims)
+    return ["## Batches", text, _table(header, rows), _statements(claims)]
+
+
+def _batched_cells(claim: Mapping[str, Any], lengths: Sequence[int]) -> list[Any]:
+    measures = claim["measures"]
+    solo = measures.get("solo") or {}
+    states = measures.get("states") or {}
+    pairs = measures.get("pairs") or {}
+    witness = measures.get("witness") or {}
+    kept = {prefix["tokens"]: prefix["share"] for prefix in solo.get("kept", [])}
+    busy = busy_text(witness)
+    if busy:
+        busy += f" ({witness['busy_per_decode_min']:.2f})"
+    spread = witness.get("release_spread_ms_max")
+    return [
+        f"{solo['identical']} of {solo['replies']}" if solo else None,
+        _size(solo.get("dlogp_mean")),
+        _size(solo.get("dlogp_max")),
+        *(_share(kept.get(length)) for length in lengths),
+        _share(kept.get(None)),
+        states_text(measures.get("states")) or None,
+        _share(states.get("modal_share_mean")),
+        f"{pairs['consecutive_equal']} of {pairs['consecutive']}" if pairs else None,
+        f"{pairs['all_equal']} of {pairs['all']}" if pairs else None,
+        busy or None,
+        None if spread is None else f"{spread:.2f}",
+    ]
+
+
+def _agreement(receipt: Mapping[str, Any]) -> list[str]:
+    claims = _claims(receipt, "agree")
+    if not claims:
+        return []
+    text = (
+        "Two routes asked the same. Common positions are those up to and with the first token that "
+        "differs; distances are over common positions with the same token, once over all replies "
+        "and once over those where both routes choose the same stream. KL is approximate, from the "
+        "top lists. No gate decides a verdict here."
+    )
+    header = (
+        "agree",
+        "replies",
+        "same stream",
+        "positions",
+        "common",
+        "tokens match",
+        "same bits",
+        "Δ logprob max",
+        "mean",
+        "median",
+        "p99",
+        "KL, nats",
+        "first divergence",
+        "busy",
+    )
+    rows = []
+    for claim in claims:
+        agreement = claim["measures"].get("agreement") or {}
+        busy = (claim["measures"].get("witness") or {}).values()
+        for part, score in (
+            ("", agreement.get("all")),
+            (", same stream", agreement.get("same_stream")),
+        ):
+            if score and (not part or score["n_replies"]):
+                first = None if part else _divergence(claim)
+                shown = " and ".join(filter(None, map(busy_text, busy))) or None
+                rows.append((_name(claim) + part, *_agree_cells(score), first, shown))
+    return ["## Agreement", text, _table(header, rows), _statements(claims)]
+
+
+def _agree_cells(score: Mapping[str, Any]) -> list[Any]:
+    return [
+        score["n_replies"],
+        score["n_same_stream"],
+        score["n_positions"],
+        score["n_common"],
+        _share(score["match_share"]),
+        _share(score["exact_share"]),
+        *(_size(score[f"dlogp_{name}"]) for name in ("max", "mean", "median", "p99")),
+        _size(score["kl_mean_nats"]),
+    ]
+
+
+def _divergence(claim: Mapping[str, Any]) -> str | None:
+    """Return where two routes first choose another token, with both top-two margins."""
+    apart = (claim["first_difference"] or {}).get("divergence")
+    if not apart:
+        return None
+    margins = " and ".join(
+        "unknown" if apart[f"margin_{side}"] is None else f"{apart[f'margin_{side}']:.3g}"
+        for side in ("a", "b")
+    )
+    return f"token {apart['position']} of {apart['prompt_id']}, margins {margins}"
 
 
 def _controls(receipt: Mapping[str, Any]) -> list[str]:
@@ -185,9 +392,11 @@ def _scope(receipt: Mapping[str, Any]) -> list[str]:
     """Return the scope, one row per route and model: the same for all its variants but widths."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for claim in receipt["claims"]:
-        groups.setdefault((claim["route"], claim["model"]), []).append(claim)
+        if claim["sweep"] not in SERVING:
+            groups.setdefault((claim["route"], claim["model"]), []).append(claim)
+    served = _serving_scope(receipt)
     if not groups:
-        return []
+        return ["## Scope", "Nothing outside this was measured.", *served] if served else []
     rows = []
     for (route, model), claims in groups.items():
         scopes = [claim["scope"] for claim in claims]
@@ -226,7 +435,67 @@ def _scope(receipt: Mapping[str, Any]) -> list[str]:
     )
     uncovered = sorted({claim["uncovered"] for claim in receipt["claims"] if claim["uncovered"]})
     notes = [f"Not covered, as the build itself reports: {text}" for text in uncovered]
-    return ["## Scope", "Nothing outside this was measured.", _table(header, rows), *notes]
+    return ["## Scope", "Nothing outside this was measured.", _table(header, rows), *notes, *served]
+
+
+def _serving_scope(receipt: Mapping[str, Any]) -> list[str]:
+    """Return the scope of serving claims, one row per sweep, route and model."""
+    groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for claim in receipt["claims"]:
+        if claim["sweep"] in SERVING:
+            key = (claim["sweep"], claim["route"], claim["model"])
+            groups.setdefault(key, []).append(claim["scope"])
+    if not groups:
+        return []
+    rows = []
+    for (sweep, route, model), scopes in groups.items():
+        ranges = [scope["kv_positions"] for scope in scopes if scope.get("kv_positions")]
+        first = next((scope for scope in scopes if scope.get("fingerprint")), scopes[0])
+        rows.append(
+            (
+                sweep,
+                f"`{route}`",
+                f"`{model}`",
+                _weights(first),
+                first.get("weights"),
+                first.get("machine"),
+                first.get("device"),
+                first.get("threads"),
+                {True: "on", False: "off"}.get(first.get("flash_attention")),
+                first.get("kv_type"),
+                _list(scope.get("parallel") for scope in scopes),
+                _list(width for scope in scopes for width in scope.get("widths") or []),
+                f"{min(span['min'] for span in ranges)} to {max(span['max'] for span in ranges)}"
+                if ranges
+                else None,
+                first.get("prompts"),
+                "|".join(part[:12] for part in str(first.get("fingerprint") or "").split("|"))
+                or None,
+            )
+        )
+    header = (
+        "sweep",
+        "route",
+        "model",
+        "weights",
+        "same as the study's",
+        "machine",
+        "device",
+        "threads",
+        "flash attention",
+        "KV type",
+        "slots",
+        "in flight",
+        "KV positions",
+        "prompts",
+        "fingerprint",
+    )
+    return [_table(header, rows)]
+
+
+def _list(values: Iterable[int | None]) -> str | None:
+    found = sorted({value for value in values if value is not None})
+    return ", ".join(str(value) for value in found) or None
 
 
 def _weights(scope: Mapping[str, Any]) -> str | None:

@@ -155,14 +155,18 @@ def render_messages(messages: Sequence[dict[str, str]], template: ChatTemplate) 
 
 def tokenize_prompt(
     prompt: Prompt, template: ChatTemplate | None, tokenize: Tokenize | None
-) -> list[int]:
+) -> tuple[list[int], str | None]:
     """Return the token ids of one prompt, with a single BOS where the tokenizer puts one.
+
+    Beside them stands the text that they came from, with the template applied, or None where the
+    prompt itself gave the ids.
 
     Raises RoutewiseError where a form needs a template or tokenizer that the model lacks, and
     where nothing is left to decode.
     """
     if prompt.token_ids is not None:
-        return list(prompt.token_ids)
+        return list(prompt.token_ids), None
+    text: str | None = prompt.text
     if tokenize is None:
         raise RoutewiseError(
             f"prompt {prompt.id}: the model has no tokenizer", 'give the prompt as "token_ids"'
@@ -177,13 +181,13 @@ def tokenize_prompt(
                 'give the prompt as "text", or use an instruction-tuned model',
             )
         try:
-            rendered = render_messages(prompt.messages, template)
+            text = render_messages(prompt.messages, template)
         except RoutewiseError as error:
             raise RoutewiseError(f"prompt {prompt.id}: {error.problem}", error.hint) from error
-        token_ids = _tokenize_once(rendered, template, tokenize)
+        token_ids = _tokenize_once(text, template, tokenize)
     if not token_ids:
         raise RoutewiseError(f"prompt {prompt.id}: no tokens, wanted at least one to decode")
-    return token_ids
+    return token_ids, text
 
 
 def tokenize_prompts(
@@ -210,11 +214,12 @@ def tokenize_prompts(
         "prompt_id": [],
         "category": [],
         "token_ids": [],
+        "text": [],
         "n_asked": [],
         "digest": [],
     }
     for index, prompt in enumerate(prompts):
-        token_ids = tokenize_prompt(prompt, template, tokenize)
+        token_ids, text = tokenize_prompt(prompt, template, tokenize)
         if n_vocab is not None and (strange := [i for i in token_ids if not 0 <= i < n_vocab]):
             raise RoutewiseError(
                 f"prompt {prompt.id}: token id {strange[0]}, wanted 0 to {n_vocab - 1} (the "
@@ -226,6 +231,7 @@ def tokenize_prompts(
         columns["prompt_id"].append(prompt.id)
         columns["category"].append(prompt.category)
         columns["token_ids"].append(token_ids)
+        columns["text"].append(text)
         columns["n_asked"].append(prompt.n_tokens)
         columns["digest"].append(token_digest(token_ids, prompt.n_tokens))
     return columns

@@ -18,14 +18,17 @@ import pandas as pd
 from routewise.errors import RoutewiseError
 from routewise.interval import LEVEL, detectable_share, share_interval
 from routewise.price import price_rows
+from routewise.serve_receipt import serving_entries
 from routewise.table import (
     COST_SWEEP,
     PLAIN_VARIANT,
     REPLAY_SWEEP,
+    SERVING_SWEEPS,
     WIDTH_1,
     Cell,
     StudyTables,
     build_of,
+    quantization_of,
     replay_variants,
     study_digest,
 )
@@ -47,17 +50,6 @@ from routewise.verdict import (
 SCHEMA_VERSION = 1
 SCHEMA_FILE = Path(__file__).parents[3] / "config" / "schemas" / "receipt.schema.json"
 
-#: What of a machine may stand in a document that is handed on: its kind, never its name.
-_MACHINE_KEYS = (
-    "kind",
-    "cpu_model",
-    "n_cores",
-    "cpu_flags_digest",
-    "gpu",
-    "driver",
-    "os",
-    "kernel",
-)
 _BUILD_KEYS = ("name", "backend", "patch", "identity", "digest", "fingerprint", "libraries")
 _MODEL_KEYS = (
     "name",
@@ -83,18 +75,23 @@ def statement_of(variant: str) -> str:
     return f"{subject} gives the logits of one token alone, bit for bit"
 
 
-def check_fingerprints(tables: StudyTables) -> dict[str, str]:
-    """Return the library fingerprint of each route.
+def check_fingerprints(tables: StudyTables) -> None:
+    """Check that each route was measured with one build.
 
-    Raises RoutewiseError where the cells of one route were measured with different libraries: it
-    names the files, because numbers of two builds must not meet in one claim.
+    A build's server is made apart from the libraries that are replayed, and has a fingerprint of
+    its own. Raises RoutewiseError where the cells of one route were measured with different
+    libraries: it names the files, because numbers of two builds must not meet in one claim.
     """
-    found: dict[str, dict[str, list[str]]] = {}
+    found: dict[tuple[str, bool], dict[str, list[str]]] = {}
     for cell in tables.cells:
         for route in _routes_of(cell):
-            fingerprint = str(build_of(cell.provenance, route).get("fingerprint") or "")
-            found.setdefault(route, {}).setdefault(fingerprint, []).append(cell.path)
-    for route, files in found.items():
+            build = build_of(cell.provenance, route)
+            if not build and "|" in str(cell.route):
+                continue  # a pair is made of two cells, and these say what they ran
+            key = (route, cell.sweep in SERVING_SWEEPS)
+            fingerprint = str(build.get("fingerprint") or "")
+            found.setdefault(key, {}).setdefault(fingerprint, []).append(cell.path)
+    for (route, _), files in found.items():
         if len(files) > 1:
             listed = "; ".join(
                 f"{fingerprint or 'no fingerprint'}: {', '.join(sorted(paths))}"
@@ -105,13 +102,12 @@ def check_fingerprints(tables: StudyTables) -> dict[str, str]:
                 f"{listed}",
                 "delete the cells of the build that is not meant and run the workflow again",
             )
-    return {route: next(iter(files)) for route, files in sorted(found.items())}
 
 
 def _routes_of(cell: Cell) -> list[str]:
-    """Return the routes that a cell measured: its own, or those that a cost cell interleaves."""
+    """Return the routes that a cell measured: its own, both of a pair, or a cost cell's."""
     if cell.route is not None:
-        return [cell.route]
+        return list(dict.fromkeys(cell.route.split("|")))
     return sorted(cell.provenance.get("builds") or [])
 
 
@@ -127,6 +123,9 @@ def build_receipt(tables: StudyTables) -> dict[str, Any]:
     sweep = study.get("sweeps", {}).get(REPLAY_SWEEP)
     if sweep:
         controls, claims = _replay(tables, sweep)
+    serving_controls, serving_claims = serving_entries(tables)
+    controls += serving_controls
+    claims += serving_claims
     backends = {
         route: str(build_of(cell.provenance, route).get("backend", ""))
         for cell in tables.cells
@@ -322,7 +321,7 @@ def _reference_control(tables: StudyTables, route: str, model: str) -> list[dict
     if mine is not None and theirs is not None:
         for name, cell in ((route, mine), (reference, theirs)):
             reasons += [f"plain cell of {name}: {reason}" for reason in cell.invalid_reasons]
-        machines = {str(_machine(cell).get("kind")) for cell in (mine, theirs)}
+        machines = {str(cell.machine.get("kind")) for cell in (mine, theirs)}
         if len(machines) > 1:
             reasons.append(f"the two were measured on different machines: {sorted(machines)}")
         if mine.fingerprint == theirs.fingerprint:
@@ -396,12 +395,12 @@ def _scope(tables: StudyTables, route: str, model: str, variant: str) -> dict[st
     settings = provenance.get("settings") or {}
     build = build_of(provenance, route)
     scope |= {
-        "quantization": _quantization(tables, model, provenance),
+        "quantization": quantization_of(tables.study, model, provenance),
         "tensor_types": (provenance.get("model") or {}).get("tensor_types"),
         "backend": build.get("backend"),
         "patch": build.get("patch"),
         "fingerprint": build.get("fingerprint"),
-        "machine": _machine(cell).get("kind"),
+        "machine": cell.machine.get("kind"),
         "settings": {key: settings[key] for key in sorted(settings)},
         "threads": settings.get("threads"),
         "flash_attention": settings.get("flash_attention"),
@@ -421,19 +420,6 @@ def _scope(tables: StudyTables, route: str, model: str, variant: str) -> dict[st
         for name in ("crosses_128", "crosses_256"):
             scope[name] = bool(rows[name].any())
     return scope
-
-
-def _quantization(tables: StudyTables, model: str, provenance: Mapping[str, Any]) -> str | None:
-    """Return the type that a model was quantized to, where that was done by the study."""
-    recorded = provenance.get("model") or {}
-    declared = (tables.study.get("models") or {}).get(model) or {}
-    derived = recorded.get("derived_from") or {}
-    return derived.get("type") or declared.get("type")
-
-
-def _machine(cell: Cell) -> dict[str, Any]:
-    machine = cell.provenance.get("machine") or {}
-    return {key: machine[key] for key in _MACHINE_KEYS if key in machine}
 
 
 def _power(claim: Mapping[str, Any]) -> dict[str, Any]:
@@ -460,18 +446,23 @@ def _provenance(tables: StudyTables) -> dict[str, Any]:
     machines: dict[str, Any] = {}
     versions: dict[str, set[str]] = {}
     digests: dict[str, set[str]] = {}
-    for cell in tables.cells:
+    # what was replayed first: a server's build is then recorded beside it
+    for cell in sorted(tables.cells, key=lambda cell: cell.sweep in SERVING_SWEEPS):
         provenance = cell.provenance
         for route in _routes_of(cell):
             build = build_of(provenance, route)
-            routes[route] = {key: build[key] for key in _BUILD_KEYS if key in build}
+            kept = {key: build[key] for key in _BUILD_KEYS if key in build}
+            if cell.sweep not in SERVING_SWEEPS:
+                routes[route] = {**routes.get(route, {}), **kept}
+            elif kept:
+                _add_server(routes.setdefault(route, {}), kept)
         model = provenance.get("model") or {}
         if model.get("name"):
             models[model["name"]] = {key: model[key] for key in _MODEL_KEYS if key in model}
         prompt_set = provenance.get("prompts") or {}
         if prompt_set.get("name") and cell.model:
             prompts[f"{prompt_set['name']}/{cell.model}"] = prompt_set.get("digest")
-        machine = _machine(cell)
+        machine = cell.machine
         machines[json.dumps(machine, sort_keys=True)] = machine
         for name, version in (provenance.get("versions") or {}).items():
             versions.setdefault(name, set()).add(str(version))
@@ -498,10 +489,18 @@ def _provenance(tables: StudyTables) -> dict[str, Any]:
                 "measure_s": _total(found, "measure_s"),
                 "compare_s": _total(found, "compare_s"),
             }
-            for sweep in (REPLAY_SWEEP, COST_SWEEP)
+            for sweep in (REPLAY_SWEEP, COST_SWEEP, *SERVING_SWEEPS)
             if (found := [cell for cell in tables.cells if cell.sweep == sweep])
         },
     }
+
+
+def _add_server(build: dict[str, Any], server: Mapping[str, Any]) -> None:
+    """Record a route's server: as the build where nothing was replayed, else beside it."""
+    if not build:
+        build.update(server)
+    elif build.get("fingerprint") != server.get("fingerprint"):
+        build["server_fingerprint"] = server.get("fingerprint")
 
 
 def _total(cells: Iterable[Cell], key: str) -> float:

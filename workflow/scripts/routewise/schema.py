@@ -30,6 +30,7 @@ PROMPTS = pa.schema(
         pa.field("prompt_id", pa.string(), nullable=False),
         pa.field("category", pa.string(), nullable=False),
         pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("text", pa.string()),  # with the template applied; null where ids were given
         pa.field("n_asked", pa.int32(), nullable=False),  # tokens to decode after the prompt
         pa.field("digest", pa.string(), nullable=False),  # SHA-256 of the token ids and n_asked
     ]
@@ -190,6 +191,21 @@ AGREE = pa.schema(
     ]
 )
 
+#: Which kernels a server's log says ran. One row per (life, width, repeat, dispatch).
+DISPATCH = pa.schema(
+    [
+        pa.field("life", pa.int32(), nullable=False),
+        pa.field("width", pa.int32(), nullable=False),  # requests in flight
+        pa.field("repeat", pa.int32(), nullable=False),  # of this width, in the order run
+        pa.field("log", pa.string(), nullable=False),  # scheduler | hrx
+        pa.field("backend", pa.string(), nullable=False),
+        pa.field("op", pa.string()),  # null where the log names no operation
+        pa.field("kernel", pa.string()),  # null where the log names no kernel
+        pa.field("kind", pa.string()),  # fused | single; null where the log does not say
+        pa.field("n", pa.int32(), nullable=False),  # lines; a log of first matches gives 1
+    ]
+)
+
 _CELL = [
     pa.field("cell", pa.string(), nullable=False),  # path of the cell file
     pa.field("cell_valid", pa.bool_(), nullable=False),  # the job had no reason to doubt the cell
@@ -223,8 +239,9 @@ STUDY_TABLES: dict[str, pa.Schema] = {
     "study_replay": pa.schema(_ROUTE + _CELL + list(REPLAY)),
     "study_plain": pa.schema(_ROUTE + _CELL + list(PLAIN)),
     "study_cost": pa.schema(_CELL + list(COST)),
-    "study_replies": pa.schema([_SWEEP] + _ROUTE + _CELL + list(REPLIES)),
+    "study_replies": pa.schema([_SWEEP, *_ROUTE, *_CELL, *REPLIES]),
     "study_agree": pa.schema(_ROUTE + _CELL + list(AGREE)),
+    "study_dispatch": pa.schema(_ROUTE + _CELL + list(DISPATCH)),
 }
 
 TABLES: dict[str, pa.Schema] = {
@@ -234,6 +251,7 @@ TABLES: dict[str, pa.Schema] = {
     "cost": COST,
     "replies": REPLIES,
     "agree": AGREE,
+    "dispatch": DISPATCH,
     **STUDY_TABLES,
 }
 

@@ -8,6 +8,7 @@ message names the file's key, the value found, the value wanted, and the next th
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,21 +18,12 @@ from typing import Any
 import jsonschema
 import yaml
 
-from routewise.engine import Settings
 from routewise.errors import RoutewiseError
 from routewise.replay import SHAPE_WIDTH_MAX, SHAPES
+from routewise.route import KINDS, PLACEHOLDERS, Route, is_local, route_of, unknown_placeholders
 
 SCHEMA_FILE = Path("config/schemas/study.schema.json")
 
-ROUTE_DEFAULTS: dict[str, Any] = {
-    "reference": None,
-    "threads": 2,
-    "context": 1024,
-    "micro_batch": 512,
-    "flash_attention": True,
-    "kv_type": "f16",
-    "env": {},
-}
 #: Folders of results/ that are not a study's.
 RESERVED_NAMES = ("builds", "cells", "logs", "models", "prompts", "sources", "store", "work")
 
@@ -53,17 +45,44 @@ COST_DEFAULTS: dict[str, Any] = {
     "rounds": 30,
     "warmup": 3,
 }
+REPEAT_DEFAULTS: dict[str, Any] = {
+    "repeats": 3,
+    "lives": 2,
+    "cache": ["off", "cold", "warm"],
+    "n_probs": 10,
+    "n_tokens": None,
+    "expect": {},
+}
+BATCHED_DEFAULTS: dict[str, Any] = {
+    "parallel": [1, 4],
+    "widths": [1, 2, 4],
+    "mixes": ["copies", "neighbours", "fillers"],
+    "prefill": ["together", "apart"],
+    "rounds": 3,
+    "seed": 1,
+    "n_probs": 10,
+    "n_tokens": None,
+    "expect": {},
+}
+AGREE_DEFAULTS: dict[str, Any] = {
+    "widths": [1, 4],
+    "rounds": 3,
+    "n_probs": 10,
+    "n_tokens": None,
+    "expect": {},
+}
+DISPATCH_DEFAULTS: dict[str, Any] = {"widths": [1, 4], "n_tokens": 8}
 
-
-@dataclass(frozen=True)
-class Route:
-    """One way to get tokens: a build with its settings and environment."""
-
-    name: str
-    build: str
-    reference: str | None
-    settings: Settings
-    env: dict[str, str]
+SWEEP_DEFAULTS: dict[str, dict[str, Any]] = {
+    "replay": REPLAY_DEFAULTS,
+    "cost": COST_DEFAULTS,
+    "repeat": REPEAT_DEFAULTS,
+    "batched": BATCHED_DEFAULTS,
+    "agree": AGREE_DEFAULTS,
+    "dispatch": DISPATCH_DEFAULTS,
+}
+#: Sweeps whose routes serve; the others take a build in-process.
+SERVING_SWEEPS = ("repeat", "batched", "agree", "dispatch")
 
 
 @dataclass(frozen=True)
@@ -77,8 +96,17 @@ class Study:
     models: dict[str, dict[str, Any]]
     prompts: dict[str, Path]
     routes: dict[str, Route]
-    replay: dict[str, Any] | None
-    cost: dict[str, Any] | None
+    sweeps: dict[str, dict[str, Any]]
+
+    @property
+    def replay(self) -> dict[str, Any] | None:
+        """The replay sweep, or None where the study has none."""
+        return self.sweeps.get("replay")
+
+    @property
+    def cost(self) -> dict[str, Any] | None:
+        """The cost sweep, or None where the study has none."""
+        return self.sweeps.get("cost")
 
     def replay_variants(self, route: str | None = None) -> list[str]:
         """Return the replay's variants: width 1 (a control) first, then widths, then shapes.
@@ -98,6 +126,35 @@ class Study:
 def variant_names(replay: Mapping[str, Any]) -> list[str]:
     """Return the names of all variants of a replay sweep, width 1 among them."""
     return [*(f"w{width}" for width in sorted({1, *replay["widths"]})), *replay["shapes"]]
+
+
+def batched_blocks(batched: Mapping[str, Any], parallel: int) -> list[tuple[int, str, str]]:
+    """Return the (width, mix, prefill) that a batched sweep asks of a server with N slots.
+
+    Width 1, the control, has one mix; a width beyond the slots would only wait.
+    """
+    return [
+        (width, mix, prefill)
+        for width in batched["widths"]
+        if width <= parallel
+        for mix in (batched["mixes"] if width > 1 else ["copies"])
+        for prefill in batched["prefill"]
+    ]
+
+
+def batched_variants(batched: Mapping[str, Any]) -> list[str]:
+    """Return the names of what a batched sweep claims: ``p4.w2.copies.together`` and so on."""
+    return [
+        f"p{parallel}.w{width}.{mix}.{prefill}"
+        for parallel in batched["parallel"]
+        for width, mix, prefill in batched_blocks(batched, parallel)
+        if width > 1
+    ]
+
+
+def agree_pairs(agree: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return all pairs of an agree sweep's routes, in the study's order."""
+    return list(itertools.combinations(agree["routes"], 2))
 
 
 def read_study(path: Path) -> Study:
@@ -129,14 +186,21 @@ def check_study(document: Mapping[str, Any], where: str, root: Path = Path("."))
     schema = json.loads((Path(__file__).parents[3] / SCHEMA_FILE).read_text(encoding="utf-8"))
     _check_shape(document, schema, where)
     checker = _Checker(where, document)
+    backends = {name: entry["backend"] for name, entry in document["builds"].items()}
+    for name, entry in document["routes"].items():
+        checker.route_entry(name, entry, root)
     routes = {
-        name: _route(name, {**ROUTE_DEFAULTS, **entry})
+        name: route_of(name, entry, backends.get(entry.get("build")))
         for name, entry in document["routes"].items()
     }
     prompts = {name: Path(entry["file"]) for name, entry in document.get("prompts", {}).items()}
-    sweeps = document["sweeps"]
-    replay = {**REPLAY_DEFAULTS, **sweeps["replay"]} if "replay" in sweeps else None
-    cost = {**COST_DEFAULTS, **sweeps["cost"]} if "cost" in sweeps else None
+    sweeps = {name: {**SWEEP_DEFAULTS[name], **entry} for name, entry in document["sweeps"].items()}
+    if "repeat" in sweeps:  # YAML reads a bare off as false
+        sweeps["repeat"]["cache"] = [mode or "off" for mode in sweeps["repeat"]["cache"]]
+    for name, keys in (("batched", ("parallel", "widths")), ("agree", ("widths",))):
+        for key in keys if name in sweeps else ():
+            checker.unique(sweeps[name][key], f"sweeps.{name}.{key}")
+            sweeps[name][key] = sorted({1, *sweeps[name][key]})  # the control is always measured
 
     if document["study"] in RESERVED_NAMES:
         checker.wrong(
@@ -156,7 +220,6 @@ def check_study(document: Mapping[str, Any], where: str, root: Path = Path("."))
                     "tools that a patch does not touch are built from stock: name the stock build",
                 )
     for name, route in routes.items():
-        checker.known(route.build, document["builds"], f"routes.{name}.build")
         if route.settings.micro_batch > route.settings.context:
             checker.wrong(
                 f"routes.{name}.micro_batch",
@@ -174,22 +237,29 @@ def check_study(document: Mapping[str, Any], where: str, root: Path = Path("."))
         if route.reference is not None:
             checker.known(route.reference, routes, f"routes.{name}.reference")
             checker.reference(route, routes[route.reference])
+        if route.arm is not None:
+            checker.arm(route, routes, sweeps)
     for name, path in prompts.items():
         if not (root / path).is_file():
             checker.wrong(f"prompts.{name}.file", str(path), "a file", "see config/prompts/")
+    for sweep, entry in sweeps.items():
+        checker.sweep(sweep, entry, routes, document["models"])
+        if "prompts" in entry:
+            checker.known(entry["prompts"], prompts, f"sweeps.{sweep}.prompts")
+    replay, cost = sweeps.get("replay"), sweeps.get("cost")
     if replay is not None:
-        checker.sweep("replay", replay, routes, document["models"])
-        checker.known(replay["prompts"], prompts, "sweeps.replay.prompts")
         checker.widths("replay", replay, routes)
         checker.unique(replay["shapes"], "sweeps.replay.shapes")
         checker.shapes(replay, routes)
         checker.expectations(replay)
     if cost is not None:
-        checker.sweep("cost", cost, routes, document["models"])
         checker.widths("cost", cost, routes)
         if 1 not in cost["widths"]:
             checker.wrong("sweeps.cost.widths", cost["widths"], "width 1 among them", "add 1")
         checker.depth(cost, routes)
+    for sweep in SERVING_SWEEPS:
+        if sweep in sweeps:
+            checker.serving(sweep, sweeps[sweep])
     return Study(
         name=document["study"],
         document=dict(document),
@@ -198,20 +268,8 @@ def check_study(document: Mapping[str, Any], where: str, root: Path = Path("."))
         models=dict(document["models"]),
         prompts=prompts,
         routes=routes,
-        replay=replay,
-        cost=cost,
+        sweeps=sweeps,
     )
-
-
-def _route(name: str, entry: dict[str, Any]) -> Route:
-    settings = Settings(
-        context=entry["context"],
-        micro_batch=entry["micro_batch"],
-        threads=entry["threads"],
-        flash_attention=entry["flash_attention"],
-        kv_type=entry["kv_type"],
-    )
-    return Route(name, entry["build"], entry["reference"], settings, dict(entry["env"]))
 
 
 @dataclass(frozen=True)
@@ -228,6 +286,118 @@ class _Checker:
             near = difflib.get_close_matches(str(name), names, n=1)
             hint = f"did you mean {near[0]!r}?" if near else "declare it, or use one of those"
             self.wrong(key, name, f"one of {', '.join(names) or '(none is declared)'}", hint)
+
+    def route_entry(self, name: str, entry: Mapping[str, Any], root: Path) -> None:
+        """Check what must hold before a route can be made of its entry."""
+        key = f"routes.{name}"
+        kinds = [kind for kind in KINDS if kind in entry]
+        if len(kinds) != 1:
+            self.wrong(
+                key,
+                " and ".join(kinds) or "without any of them",
+                f"exactly one of {', '.join(KINDS)}",
+                "a route is a build of this study, a command that serves, or a running endpoint",
+            )
+        if "build" in entry:
+            self.known(entry["build"], self.document["builds"], f"{key}.build")
+        for part, owner in (("server_args", "build"), ("allow_remote", "endpoint")):
+            if part in entry and owner not in entry:
+                self.wrong(f"{key}.{part}", entry[part], f"a route with {owner}", "remove it")
+        if "command" in entry:
+            unknown = unknown_placeholders(entry["command"])
+            if unknown or not any("{port}" in part for part in entry["command"]):
+                self.wrong(
+                    f"{key}.command",
+                    entry["command"],
+                    "{port} in it, and of placeholders only "
+                    + ", ".join(f"{{{placeholder}}}" for placeholder in PLACEHOLDERS),
+                    f"unknown: {', '.join(unknown)}" if unknown else "say where the port goes",
+                )
+        if (
+            "endpoint" in entry
+            and not entry.get("allow_remote")
+            and not is_local(entry["endpoint"])
+        ):
+            self.wrong(
+                f"{key}.endpoint",
+                entry["endpoint"],
+                "an address of this machine",
+                "prompts would leave this machine; if that is meant, allow_remote: true",
+            )
+        if "artefact" in entry and not (root / entry["artefact"]).exists():
+            self.wrong(f"{key}.artefact", entry["artefact"], "a file or folder", "correct the path")
+        claim = entry.get("claim")
+        if isinstance(claim, Mapping) and len(claim.get("unit_ids", [])) not in (
+            0,
+            claim.get("units", 1),
+        ):
+            self.wrong(
+                f"{key}.claim.unit_ids",
+                claim["unit_ids"],
+                f"as many as units, {claim.get('units', 1)}",
+                "name each unit once, or leave unit_ids out",
+            )
+
+    def arm(
+        self, route: Route, routes: Mapping[str, Route], sweeps: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        assert route.arm is not None
+        key = f"routes.{route.name}.arm"
+        self.known(route.arm.of, routes, f"{key}.of")
+        base = routes[route.arm.of]
+        if base.name == route.name or base.arm is not None:
+            self.wrong(f"{key}.of", base.name, "a route that is no arm itself", "name the base")
+        if (base.kind, base.build) != (route.kind, route.build):
+            self.wrong(f"{key}.of", base.name, "a route of the same build or command", "name it")
+        if (base.env, base.serving.argv) == (route.env, route.serving.argv):
+            self.wrong(
+                key,
+                route.arm.of,
+                "a difference in env, server_args or command",
+                "the arm is the same configuration as its base: switch its kernel off",
+            )
+        wanted = sweeps.get("dispatch", {}).get("routes", [])
+        if route.name not in wanted or base.name not in wanted:
+            self.wrong(
+                "sweeps.dispatch.routes",
+                wanted,
+                f"{base.name!r} and {route.name!r} among them",
+                "an arm counts only where the logs of both show which kernels ran",
+            )
+        for one in (base, route):
+            if one.serving.dispatch is None:
+                self.wrong(
+                    f"routes.{one.name}.dispatch", None, "scheduler or hrx", "say who logs kernels"
+                )
+
+    def serving(self, sweep: str, entry: Mapping[str, Any]) -> None:
+        """Check what only a sweep of servers has."""
+        key = f"sweeps.{sweep}"
+        for name in ("cache", "mixes", "prefill"):
+            self.unique(entry.get(name, []), f"{key}.{name}")
+        expected = {
+            "repeat": lambda: (entry["routes"], entry["cache"]),
+            "batched": lambda: (entry["routes"], batched_variants(entry)),
+            "agree": lambda: (
+                ["|".join(pair) for pair in agree_pairs(entry)],
+                [f"w{width}" for width in entry["widths"]],
+            ),
+        }
+        if sweep == "batched" and max(entry["widths"]) > max(entry["parallel"]):
+            self.wrong(
+                f"{key}.widths",
+                entry["widths"],
+                f"at most the most slots of a server, {max(entry['parallel'])}",
+                f"raise {key}.parallel, or lower the width",
+            )
+        if sweep == "agree" and len(entry["routes"]) < 2:
+            self.wrong(f"{key}.routes", entry["routes"], "two routes or more", "add one")
+        if sweep in expected:
+            names, variants = expected[sweep]()
+            for name, named in entry["expect"].items():
+                self.known(name, names, f"{key}.expect")
+                for variant in () if isinstance(named, str) else named:
+                    self.known(variant, variants, f"{key}.expect.{name}")
 
     def unique(self, values: Sequence[object], key: str) -> None:
         seen: set[object] = set()
@@ -251,11 +421,18 @@ class _Checker:
         models = list(models)
         for index, name in enumerate(entry["routes"]):
             self.known(name, routes, f"sweeps.{sweep}.routes[{index}]")
+            if sweep not in SERVING_SWEEPS and routes[name].kind != "build":
+                self.wrong(
+                    f"sweeps.{sweep}.routes[{index}]",
+                    name,
+                    "a route with a build: this sweep runs in-process, on logits",
+                    f"use it in {', '.join(SERVING_SWEEPS)}",
+                )
         for index, name in enumerate(entry["models"]):
             self.known(name, models, f"sweeps.{sweep}.models[{index}]")
         self.unique(entry["routes"], f"sweeps.{sweep}.routes")
         self.unique(entry["models"], f"sweeps.{sweep}.models")
-        for name in entry["routes"]:
+        for name in entry["routes"] if sweep not in SERVING_SWEEPS else ():
             reference = routes[name].reference
             if reference is not None and reference not in entry["routes"]:
                 self.wrong(

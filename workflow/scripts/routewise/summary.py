@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -14,6 +14,8 @@ from rich.text import Text
 
 from routewise.errors import EXIT_AS_CLAIMED, EXIT_DIFFERS, EXIT_NOT_MEASURED
 from routewise.verdict import DIFFERS, DIFFERS_SOMEWHERE, EXACT, INVALID, UNOBSERVABLE
+
+SERVING = ("repeat", "batched", "agree")
 
 _STYLES = {EXACT: "green", DIFFERS: "yellow", INVALID: "red", UNOBSERVABLE: "red"}
 _PLAIN_WIDTH = 124
@@ -80,21 +82,109 @@ def claims_table(entries: Iterable[Mapping[str, Any]], kind: str, whole_names: b
 
     With ``whole_names`` a name stays on one line, and only the last column folds.
     """
+    return _table(entries, kind, whole_names, ("differing / n",), lambda entry: [_moved(entry)])
+
+
+def serving_table(entries: Iterable[Mapping[str, Any]], sweep: str, whole_names: bool) -> Table:
+    """Return the claims of one serving sweep as a table, with what the sweep is asked for.
+
+    ``repeat``: equal pairs, also across server lives, and states. ``batched``: replies with the
+    solo answer, states seen (and estimated), slots busy in a pass. ``agree``: tokens that match,
+    logprobs with the same bits, the largest |Δ logprob|, slots busy in a pass.
+    """
+    columns = {
+        "repeat": ("equal pairs", "across lives", "states"),
+        "batched": ("as solo", "states (est.)", "busy"),
+        "agree": ("tokens", "bits", "|Δ| max", "busy"),
+    }[sweep]
+
+    def shown(entry: Mapping[str, Any]) -> list[str]:
+        return [{True: "-"}.get(not value, value) for value in serving_values(entry)]
+
+    return _table(entries, f"{sweep} claim", whole_names, columns, shown, f"{sweep}/")
+
+
+def _table(
+    entries: Iterable[Mapping[str, Any]],
+    kind: str,
+    whole_names: bool,
+    columns: Sequence[str],
+    values: Callable[[Mapping[str, Any]], Sequence[str]],
+    prefix: str = "",
+) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column(kind, overflow="fold", no_wrap=whole_names)
     table.add_column("verdict", no_wrap=True)
     table.add_column("expected", no_wrap=True)
-    table.add_column("differing / n", justify="right", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("where to look", overflow="fold")
     for entry in entries:
         table.add_row(
-            entry["id"],
+            entry["id"].removeprefix(prefix),
             _verdict_text(entry),
             {None: "-", DIFFERS_SOMEWHERE: "somewhere"}.get(entry["expected"], entry["expected"]),
-            f"{entry['n']['differing']} / {entry['n']['positions']}",
+            *values(entry),
             where_to_look(entry),
         )
     return table
+
+
+def _moved(entry: Mapping[str, Any]) -> str:
+    return f"{entry['n']['differing']} / {entry['n']['positions']}"
+
+
+def serving_values(entry: Mapping[str, Any]) -> list[str]:
+    """Return a serving claim's own numbers as text, in the order of its sweep's columns.
+
+    '' stands for what was not measured.
+    """
+    n, measures = entry["n"], entry["measures"]
+    if entry["sweep"] == "repeat":
+        return [
+            _part(n.get("pairs", 0) - n.get("differing_pairs", 0), n.get("pairs", 0)),
+            _part(
+                n.get("pairs_across_lives", 0) - n.get("differing_across_lives", 0),
+                n.get("pairs_across_lives", 0),
+            ),
+            states_text(measures.get("states")),
+        ]
+    if entry["sweep"] == "batched":
+        replies = n.get("replies", 0)
+        return [
+            _part(replies - n.get("differing_replies", 0), replies),
+            states_text(measures.get("states")),
+            busy_text(measures.get("witness")),
+        ]
+    score = (measures.get("agreement") or {}).get("all") or {}
+    return [
+        _percent(score.get("match_share_common")),
+        _percent(score.get("exact_share")),
+        "" if score.get("dlogp_max") is None else f"{score['dlogp_max']:.3g}",
+        " ".join(filter(None, map(busy_text, (measures.get("witness") or {}).values()))),
+    ]
+
+
+def _part(part: int, whole: int) -> str:
+    return f"{part} / {whole}" if whole else ""
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def states_text(states: Mapping[str, Any] | None) -> str:
+    """Return states a prompt: seen, and in brackets Chao's estimate; means over prompts."""
+    if not states:
+        return ""
+    return f"{states['observed_mean']:.3g} ({states['chao1_mean']:.3g})"
+
+
+def busy_text(witness: Mapping[str, Any] | None) -> str:
+    """Return the mean number of slots busy in a pass beside the width: ``3.9/4``."""
+    if not witness or witness.get("busy_per_decode_mean") is None:
+        return ""
+    return f"{witness['busy_per_decode_mean']:.2f}/{witness['width']}"
 
 
 def _verdict_text(entry: Mapping[str, Any]) -> Text:
@@ -106,6 +196,8 @@ def _verdict_text(entry: Mapping[str, Any]) -> Text:
 
 def where_to_look(entry: Mapping[str, Any]) -> str:
     """Return the place that explains a verdict: the reason, else the first and worst difference."""
+    if entry["sweep"] in SERVING and entry["verdict"] in (EXACT, DIFFERS):
+        return ", ".join([*_serving_places(entry), *entry["reasons"]])
     if entry["reasons"]:
         more = len(entry["reasons"]) - 1
         return entry["reasons"][0] + (f" (and {more} more)" if more else "")
@@ -121,6 +213,24 @@ def where_to_look(entry: Mapping[str, Any]) -> str:
     if entry["uncovered"]:
         parts.append(f"uncovered: {entry['uncovered']}")
     return ", ".join(parts)
+
+
+def _serving_places(entry: Mapping[str, Any]) -> list[str]:
+    """Return where replies first differ, by how much at worst, and what a pair's margins were."""
+    first, worst = entry["first_difference"], entry["worst"]
+    parts = []
+    if first:
+        position = first.get("position")
+        place = "text" if position is None else f"token {position}"
+        parts.append(f"{place} of {first['prompt_id']}")
+    if worst and worst.get("dlogp_max") is not None:
+        parts.append(f"Δ ≤ {worst['dlogp_max']:.3g}")
+    if entry["n"].get("flips"):
+        parts.append(f"{entry['n']['flips']} flips")
+    apart = (first or {}).get("divergence")
+    if apart and None not in (apart["margin_a"], apart["margin_b"]):
+        parts.append(f"margins {apart['margin_a']:.2g} and {apart['margin_b']:.2g}")
+    return parts
 
 
 def closing_line(receipt: Mapping[str, Any], where: str) -> str:
@@ -154,9 +264,15 @@ def print_summary(receipt: Mapping[str, Any], where: str, stream: TextIO | None 
         markup=False,
     )
     whole_names = console.width >= _PLAIN_WIDTH
-    if receipt["claims"]:
-        console.print(claims_table(receipt["claims"], "claim", whole_names))
+    replayed = [claim for claim in receipt["claims"] if claim["sweep"] not in SERVING]
+    if replayed:
+        console.print(claims_table(replayed, "claim", whole_names))
         console.print()
+    for sweep in SERVING:
+        served = [claim for claim in receipt["claims"] if claim["sweep"] == sweep]
+        if served:
+            console.print(serving_table(served, sweep, whole_names))
+            console.print()
     if receipt["controls"]:
         console.print(claims_table(receipt["controls"], "control", whole_names))
         console.print()

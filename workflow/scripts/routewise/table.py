@@ -1,15 +1,15 @@
 """A study's long tables: the rows of all its cells, with the cell that each row came from.
 
-Four Parquet files stand in ``results/<study>/tables``: ``cells`` (one row per cell file, also of
-a cell without rows, with the cell's whole provenance), ``replay``, ``plain`` and ``cost`` (the
-cells' rows). The study's own declaration travels in the metadata of each file and not beside it:
-so receipt and figures are functions of Parquet alone, and a kept receipt can be made again from
-the kept tables after the study's config file has moved on.
+Seven Parquet files stand in ``results/<study>/tables``: ``cells`` (one row per cell file, also of
+a cell without rows, with the cell's whole provenance), ``replay``, ``plain``, ``cost``,
+``replies``, ``agree`` and ``dispatch`` (the cells' rows). The study's own declaration travels in
+the metadata of each file and not beside it: so receipt and figures are functions of Parquet alone,
+and a kept receipt can be made again from the kept tables after the study's config file has moved
+on. Tables kept from before there were serving sweeps lack the last three: these are empty then.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,13 +22,39 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from routewise import schema
+from routewise.digest import digest_of
 from routewise.errors import RoutewiseError
 from routewise.schema import CELLS, STUDY_TABLES
 
 REPLAY_SWEEP = "replay"
 COST_SWEEP = "cost"
+REPEAT_SWEEP = "repeat"
+BATCHED_SWEEP = "batched"
+AGREE_SWEEP = "agree"
+DISPATCH_SWEEP = "dispatch"
+SERVING_SWEEPS = (REPEAT_SWEEP, BATCHED_SWEEP, AGREE_SWEEP, DISPATCH_SWEEP)
 PLAIN_VARIANT = "plain"
 WIDTH_1 = "w1"
+SOLO = "solo"
+
+#: Tables that a cell file may hold; each has its study table.
+_CELL_TABLES = ("replay", "plain", "cost", "replies", "agree", "dispatch")
+#: Tables that a study without serving sweeps may lack, as one from before them does.
+_SERVING_TABLES = ("replies", "agree", "dispatch")
+#: Lists within lists, which no verdict and no figure needs, and which are most of the bytes.
+_TOP_LISTS = ("top_ids", "top_bytes", "top_logprobs")
+
+#: What of a machine may stand in a document that is handed on: its kind, never its name.
+_MACHINE_KEYS = (
+    "kind",
+    "cpu_model",
+    "n_cores",
+    "cpu_flags_digest",
+    "gpu",
+    "driver",
+    "os",
+    "kernel",
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +71,12 @@ class Cell:
     provenance: Mapping[str, Any]
 
     @property
+    def machine(self) -> dict[str, Any]:
+        """What may be handed on of the machine that measured the cell: its kind, not its name."""
+        machine = self.provenance.get("machine") or {}
+        return {key: machine[key] for key in _MACHINE_KEYS if key in machine}
+
+    @property
     def invalid_reasons(self) -> list[str]:
         """Why the job itself calls its cell invalid; empty where it does not."""
         return [str(reason) for reason in self.provenance.get("invalid_reasons") or []]
@@ -52,42 +84,49 @@ class Cell:
 
 @dataclass(frozen=True)
 class StudyTables:
-    """A study's declaration and tables. The frames' columns are those of STUDY_TABLES."""
+    """A study's declaration and tables. The frames' columns are those of STUDY_TABLES.
+
+    ``replies`` lacks the top lists.
+    """
 
     study: Mapping[str, Any]
     cells: Sequence[Cell]
     replay: pd.DataFrame
     plain: pd.DataFrame
     cost: pd.DataFrame
+    replies: pd.DataFrame
+    agree: pd.DataFrame
+    dispatch: pd.DataFrame
     _index: dict[tuple[str | None, ...], Cell] = field(default_factory=dict, repr=False)
     _rows: dict[str, pd.DataFrame] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         for cell in self.cells:
-            if cell.sweep == REPLAY_SWEEP:
-                self._index[(cell.route, cell.model, cell.variant)] = cell
-        for frame in (self.plain, self.replay):
+            if cell.sweep != COST_SWEEP:
+                self._index[(cell.sweep, cell.route, cell.model, cell.variant)] = cell
+        for frame in (self.plain, self.replay, self.replies, self.agree, self.dispatch):
             for path, rows in frame.groupby("cell", sort=False):
                 self._rows[str(path)] = rows
 
-    def find(self, route: str, model: str, variant: str) -> Cell | None:
-        """Return the replay cell of that name, or None where it was not measured."""
-        return self._index.get((route, model, variant))
+    def find(self, route: str, model: str, variant: str, sweep: str = REPLAY_SWEEP) -> Cell | None:
+        """Return the cell of that name, or None where it was not measured."""
+        return self._index.get((sweep, route, model, variant))
 
     def rows_of(self, cell: Cell) -> pd.DataFrame:
-        """Return the rows of one replay or plain cell."""
-        frame = self.plain if cell.variant == PLAIN_VARIANT else self.replay
+        """Return the rows of one cell that is no cost cell."""
+        if cell.sweep == DISPATCH_SWEEP:
+            frame = self.dispatch
+        elif cell.sweep in SERVING_SWEEPS:
+            is_pair = cell.sweep == AGREE_SWEEP and "|" in str(cell.route)
+            frame = self.agree if is_pair else self.replies
+        else:
+            frame = self.plain if cell.variant == PLAIN_VARIANT else self.replay
         return self._rows.get(cell.path, frame.iloc[:0])
-
-
-def canonical_json(document: Any) -> str:
-    """Return the one JSON text of a document: sorted keys, no white space, no NaN."""
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def study_digest(study: Mapping[str, Any]) -> str:
     """Return the SHA-256 (hex) of a study's declaration."""
-    return hashlib.sha256(canonical_json(study).encode()).hexdigest()
+    return digest_of(study)
 
 
 def replay_variants(study: Mapping[str, Any], route: str) -> list[str]:
@@ -116,14 +155,34 @@ def variant_key(variant: str) -> tuple[int, int, str]:
 def build_of(provenance: Mapping[str, Any], route: str | None) -> Mapping[str, Any]:
     """Return the build that a cell's provenance records for a route.
 
-    A cell of one route holds it as ``build``; a cost cell, which interleaves routes, holds a
-    mapping by route in ``builds``. Empty where the route is not in it.
+    A cell of one route holds it as ``build`` (or as ``command`` or ``endpoint``, where the route
+    is no build of ours); a cell of several, such as a cost cell, holds a mapping by route in
+    ``builds``. Empty where the route is not in it.
     """
     builds = provenance.get("builds") or {}
     if route in builds:
         return builds[route]
     build = provenance.get("build") or {}
-    return build if "fingerprint" in build else build.get(route, {})
+    if "fingerprint" in build or not build:
+        return build or provenance.get("command") or provenance.get("endpoint") or {}
+    return build.get(route, {})
+
+
+def fingerprint_of(provenance: Mapping[str, Any], route: str) -> str:
+    """Return the fingerprint of a cell's route; of a pair ``a|b`` both, with a bar between."""
+    return "|".join(
+        str(build_of(provenance, name).get("fingerprint") or "") for name in route.split("|")
+    )
+
+
+def quantization_of(
+    study: Mapping[str, Any], model: str, provenance: Mapping[str, Any]
+) -> str | None:
+    """Return the type that a model was quantized to, where that was done by the study."""
+    recorded = provenance.get("model") or {}
+    declared = (study.get("models") or {}).get(model) or {}
+    derived = recorded.get("derived_from") or {}
+    return derived.get("type") or declared.get("type")
 
 
 def _relative(path: Path) -> str:
@@ -150,11 +209,11 @@ def _filled(value: Any, n_rows: int) -> pa.Array:
 def build_tables(study: Mapping[str, Any], paths: Iterable[Path]) -> dict[str, pa.Table]:
     """Return the study's tables, made from its cell files, by the names of STUDY_TABLES.
 
-    The order of ``paths`` does not matter. Raises RoutewiseError where a file is no cell of a
-    replay or cost sweep, or where two files hold the same cell.
+    The order of ``paths`` does not matter. Raises RoutewiseError where a file is no cell, or where
+    two files hold the same cell.
     """
     cells: list[dict[str, Any]] = []
-    parts: dict[str, list[pa.Table]] = {"replay": [], "plain": [], "cost": []}
+    parts: dict[str, list[pa.Table]] = {name: [] for name in _CELL_TABLES}
     seen: dict[tuple[Any, ...], str] = {}
     for path in sorted({Path(path) for path in paths}):
         name = _table_name(path)
@@ -184,9 +243,7 @@ def build_tables(study: Mapping[str, Any], paths: Iterable[Path]) -> dict[str, p
                 "variant": None if is_cost else cell["variant"],
                 "cell": shown,
                 "cell_valid": valid,
-                "fingerprint": None
-                if is_cost
-                else str(build_of(provenance, cell["route"]).get("fingerprint", "")),
+                "fingerprint": None if is_cost else fingerprint_of(provenance, cell["route"]),
                 "n_rows": rows.num_rows,
                 "provenance": json.dumps(provenance, sort_keys=True),
             }
@@ -217,7 +274,16 @@ def _with_cell(
         leading = []
     else:
         fingerprints = [cell["fingerprint"]] * n_rows
-        leading = [_filled(cell[key], n_rows) for key in ("route", "model", "variant")]
+        named = (
+            ("sweep", "route", "model", "variant")
+            if name == "replies"
+            else (
+                "route",
+                "model",
+                "variant",
+            )
+        )
+        leading = [_filled(cell[key], n_rows) for key in named]
     columns = [
         *leading,
         _filled(cell["cell"], n_rows),
@@ -229,7 +295,7 @@ def _with_cell(
 
 
 def write_tables(folder: Path, study: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> None:
-    """Write ``cells``, ``replay``, ``plain`` and ``cost`` as Parquet into ``folder``."""
+    """Write each table of STUDY_TABLES as Parquet into ``folder``, named without ``study_``."""
     provenance = {"study": study, "study_digest": study_digest(study)}
     for name in STUDY_TABLES:
         path = folder / f"{name.removeprefix('study_')}.parquet"
@@ -237,20 +303,37 @@ def write_tables(folder: Path, study: Mapping[str, Any], tables: Mapping[str, pa
 
 
 def read_rows(path: Path, name: str) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Read one study table (replay, plain, cost or cells); return it and its study."""
+    """Read one study table (cells, replay, replies, …); return it and its study.
+
+    Of ``replies`` the top lists are left out.
+    """
     table, provenance = schema.read_table(path, f"study_{name}")
-    return table.to_pandas(), provenance["study"]
+    return _without_top_lists(table).to_pandas(), provenance["study"]
+
+
+def _without_top_lists(table: pa.Table) -> pa.Table:
+    return table.drop_columns([name for name in _TOP_LISTS if name in table.column_names])
+
+
+def _serves(study: Mapping[str, Any]) -> bool:
+    """Say whether a study has a serving sweep."""
+    return any(name in study.get("sweeps", {}) for name in SERVING_SWEEPS)
 
 
 def read_tables(folder: Path) -> StudyTables:
     """Read a study's tables.
 
-    Raises RoutewiseError where a file is absent or damaged, or where they are of two studies.
+    Raises RoutewiseError where a file is absent or damaged, or where they are of two studies. The
+    tables of serving sweeps may be absent where the study has no such sweep.
     """
     frames: dict[str, pd.DataFrame] = {}
     studies: dict[str, dict[str, Any]] = {}
-    for name in ("cells", "replay", "plain", "cost"):
-        frames[name], studies[name] = read_rows(folder / f"{name}.parquet", name)
+    for name in ("cells", *_CELL_TABLES):
+        path = folder / f"{name}.parquet"
+        if name in _SERVING_TABLES and not path.exists() and not _serves(studies["cells"]):
+            frames[name] = _without_top_lists(_empty(f"study_{name}")).to_pandas()
+            continue
+        frames[name], studies[name] = read_rows(path, name)
     digests = {name: study_digest(study) for name, study in studies.items()}
     if len(set(digests.values())) > 1:
         raise RoutewiseError(
@@ -269,7 +352,16 @@ def read_tables(folder: Path) -> StudyTables:
         )
         for row in frames["cells"].to_dict("records")
     ]
-    return StudyTables(studies["cells"], cells, frames["replay"], frames["plain"], frames["cost"])
+    return StudyTables(
+        study=studies["cells"],
+        cells=cells,
+        replay=frames["replay"],
+        plain=frames["plain"],
+        cost=frames["cost"],
+        replies=frames["replies"],
+        agree=frames["agree"],
+        dispatch=frames["dispatch"],
+    )
 
 
 def _none(value: Any) -> str | None:

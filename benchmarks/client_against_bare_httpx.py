@@ -1,0 +1,207 @@
+"""What the client costs: requests per second against a bare httpx loop, and the barrier's spread.
+
+A stub in a process of its own answers every request at once with one prebuilt reply. In turn
+(A B A B …) 64 requests at a time go to it: by a bare ``httpx.AsyncClient`` (gather of ``post``,
+then ``response.json()``), and by the client (encoding, barrier, reading; then every reply checked
+and turned into its record). Prints two ratios, pair by pair, with their median and the quartiles:
+
+- in flight: from the round's start to its last byte, against the bare loop without ``json()``.
+  This is what a server sees, and what a measurement could suffer from;
+- whole: the records included, which are made after the last byte, against the bare loop with it;
+
+then the spread of the barrier (last release minus first), and how memory grew over all rounds.
+
+    python benchmarks/client_against_bare_httpx.py
+
+Close everything else first; the load before and after is printed with the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import tracemalloc
+from dataclasses import dataclass
+
+import httpx
+from routewise.client import Client
+from routewise.reply import Ask, Speech, request_of
+
+PROMPT = tuple(range(100, 164))
+
+
+def stub_reply(n_tokens: int) -> bytes:
+    """Return a reply as llama-server sends it, with ``n_tokens`` tokens and two of the top."""
+    entry = {"id": 29, "token": "-", "bytes": [45], "logprob": -1.5676718950271606}
+    other = {"id": 30, "token": ".", "bytes": [46], "logprob": -2.25}
+    body = {
+        "content": "-" * n_tokens,
+        "tokens": [29] * n_tokens,
+        "id_slot": 0,
+        "tokens_predicted": n_tokens,
+        "tokens_evaluated": len(PROMPT),
+        "truncated": False,
+        "stop_type": "limit",
+        "timings": {"cache_n": 0, "prompt_n": len(PROMPT)},
+        "completion_probabilities": [{**entry, "top_logprobs": [entry, other]}] * n_tokens,
+    }
+    return json.dumps(body).encode()
+
+
+class Stub(asyncio.Protocol):
+    """An HTTP server that reads requests with a length and answers each at once."""
+
+    answer = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Start with nothing read."""
+        self.transport = transport
+        self.buffer = b""
+
+    def data_received(self, data: bytes) -> None:
+        """Answer every whole request that is there: a GET with 404, a POST with the reply."""
+        self.buffer += data
+        while True:
+            head, found, rest = self.buffer.partition(b"\r\n\r\n")
+            if not found:
+                return
+            length = 0
+            for line in head.split(b"\r\n"):
+                if line.lower().startswith(b"content-length:"):
+                    length = int(line.partition(b":")[2])
+            if len(rest) < length:
+                return
+            self.buffer = rest[length:]
+            post = head.startswith(b"POST")
+            assert isinstance(self.transport, asyncio.Transport)
+            self.transport.write(
+                self.answer if post else b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n"
+            )
+
+
+async def serve_stub(n_tokens: int) -> None:
+    """Serve on a free port, printed on the first line, until the process is ended."""
+    body = stub_reply(n_tokens)
+    Stub.answer = (
+        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+        + f"Content-Length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
+    server = await asyncio.get_running_loop().create_server(Stub, "127.0.0.1", 0, backlog=256)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+@dataclass
+class Samples:
+    """Seconds of each round; the barrier's spreads in ms."""
+
+    bare_flight_s: list[float]
+    bare_whole_s: list[float]
+    client_flight_s: list[float]
+    client_whole_s: list[float]
+    spread_ms: list[float]
+
+
+async def measure(url: str, ask: Ask, speech: Speech, width: int, rounds: int) -> Samples:
+    """Run the rounds of both, in turn, after one of each to warm up."""
+    samples = Samples([], [], [], [], [])
+    path, body = request_of(ask, speech)
+    content = json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
+    bare = httpx.AsyncClient(timeout=None, limits=httpx.Limits(), trust_env=False)
+    async with bare, Client(url, speech) as client:
+        assert await client.read_metrics() is None  # the stub has none: not asked again
+        for index in range(-1, rounds):
+            start = time.perf_counter()
+            responses = await asyncio.gather(
+                *(bare.post(url + path, content=content, headers=headers) for _ in range(width))
+            )
+            bare_flight_s = time.perf_counter() - start
+            for response in responses:
+                response.json()
+            bare_whole_s = time.perf_counter() - start
+
+            before_ns = time.perf_counter_ns()
+            done = await client.release([ask] * width)
+            after_ns = time.perf_counter_ns()
+            assert all(reply.observable == "chosen-logprob" for reply in done.replies)
+            if index < 0:
+                continue
+            samples.bare_flight_s.append(bare_flight_s)
+            samples.bare_whole_s.append(bare_whole_s)
+            samples.client_flight_s.append((done.barrier_ns + max(done.done_ns) - before_ns) / 1e9)
+            samples.client_whole_s.append((after_ns - before_ns) / 1e9)
+            samples.spread_ms.append(done.release_spread_ms)
+    return samples
+
+
+async def memory_growth(url: str, ask: Ask, speech: Speech, width: int, rounds: int) -> float:
+    """Return by how many kB of Python objects ``rounds`` rounds more leave the client larger."""
+    async with Client(url, speech) as client:
+        sizes = []
+        for half in range(2):
+            for _ in range(rounds):
+                await client.release([ask] * width)
+            gc.collect()
+            if half == 0:
+                tracemalloc.start()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    return (sizes[1] - sizes[0]) / 1e3
+
+
+def quartiles(values: list[float], digits: int) -> str:
+    """Return median and quartiles, for people."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.{digits}f} (quartiles {low:.{digits}f} to {high:.{digits}f})"
+
+
+def main(width: int, rounds: int, n_tokens: int) -> None:
+    """Start the stub, run everything, print, end the stub."""
+    speech = Speech()
+    ask = Ask(PROMPT, None, n_tokens, 2, cache_prompt=False)
+    load = os.getloadavg()[0]
+    command = [sys.executable, __file__, "--serve", "--tokens", str(n_tokens)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as stub:
+        try:
+            assert stub.stdout is not None
+            url = f"http://127.0.0.1:{int(stub.stdout.readline())}"
+            samples = asyncio.run(measure(url, ask, speech, width, rounds))
+            growth_kb = asyncio.run(memory_growth(url, ask, speech, width, rounds))
+        finally:
+            stub.terminate()
+    pairs = list(zip(samples.bare_flight_s, samples.client_flight_s, strict=True))
+    whole = list(zip(samples.bare_whole_s, samples.client_whole_s, strict=True))
+    rate = width / statistics.median(samples.client_flight_s)
+    print(f"{rounds} pairs of rounds, {width} in flight, {n_tokens} tokens a reply")
+    print(f"client, requests per second in flight: {rate:.0f}")
+    print(f"client / bare, in flight: {quartiles([bare / ours for bare, ours in pairs], 3)}")
+    print(f"client / bare, whole:     {quartiles([bare / ours for bare, ours in whole], 3)}")
+    print(
+        f"barrier's spread, ms:     {quartiles(samples.spread_ms, 2)}, "
+        f"largest {max(samples.spread_ms):.2f}, "
+        f"{sum(s > 5.0 for s in samples.spread_ms)} of {rounds} above 5 ms"
+    )
+    print(f"memory after {width * rounds} requests more: {growth_kb:+.1f} kB")
+    print(f"load before {load:.2f}, after {os.getloadavg()[0]:.2f}, cores {os.cpu_count()}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--tokens", type=int, default=8)
+    parser.add_argument("--serve", action="store_true", help="be the stub")
+    given = parser.parse_args()
+    if given.serve:
+        asyncio.run(serve_stub(given.tokens))
+    else:
+        main(given.width, given.rounds, given.tokens)

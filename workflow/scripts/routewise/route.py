@@ -1,0 +1,232 @@
+"""A route: one way to get tokens, with its device, its claim and what its replies can show.
+
+A route is a build of ours (replayed in-process, or served by its own llama-server), an external
+command that serves, or the address of an endpoint that already runs. What a route cannot do is
+declared here, and makes a cell ``unsupported`` with the reason before anything is started.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from routewise.claim import ClaimSpec
+from routewise.engine import Settings
+from routewise.reply import Speech
+from routewise.server import Health
+
+Made = TypeVar("Made")
+
+#: Of every route.
+ROUTE_DEFAULTS: dict[str, Any] = {
+    "reference": None,
+    "threads": 2,
+    "context": 1024,
+    "micro_batch": 512,
+    "flash_attention": True,
+    "kv_type": "f16",
+    "env": {},
+    "device": None,
+    "claim": {},
+    "health": {},
+    "api": "llama",
+    "prompt_form": "ids",
+    "token_ids": True,
+    "logprobs": True,
+    "logprob_list": None,
+    "thinking": "none",
+    "model_name": None,
+    "props": None,
+    "prompt_cache": "switchable",
+    "slots": True,
+    "parallel_max": None,
+    "repeats_max": None,
+    "artefact": None,
+    "weights": "same",
+    "server_args": [],
+    "start_limit_s": 600,
+    "stall_s": 120,
+    "dispatch": None,
+    "arm": None,
+    "allow_remote": False,
+}
+CLAIM_DEFAULTS: dict[str, Any] = {
+    "units": 1,
+    "unit_ids": [],
+    "whole": False,
+    "limit_minutes": 120,
+    "hold": [],
+    "visible": [],
+}
+HEALTH_DEFAULTS: dict[str, Any] = {"path": "/health", "ready": [200], "alive": [200, 503]}
+
+#: What a command template may name.
+PLACEHOLDERS = ("host", "port", "model", "context", "parallel", "threads")
+
+#: The keys that say how a route gets its tokens; it has exactly one of them.
+KINDS = ("build", "command", "endpoint")
+
+#: Prompt cache modes that a route of each kind of cache can be asked for.
+CACHE_MODES: dict[str, tuple[str, ...]] = {
+    "switchable": ("off", "cold", "warm"),
+    "fixed": ("cold", "warm"),  # it has one that no request can switch off
+    "none": ("off",),
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A route that differs from another by environment or flags, to do without one kernel family.
+
+    It counts only where the other route logged the same kernels three times and this one's log
+    shows the family gone.
+    """
+
+    of: str
+    without: str
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How a route serves, and what its replies can show. ``parallel_max`` etc.: None is no limit.
+
+    ``argv`` is the command template of an external server, or what is added to the command line
+    of a build's own; ``endpoint`` the address of one that already runs.
+    """
+
+    argv: tuple[str, ...]
+    endpoint: str | None
+    device: str
+    claim: ClaimSpec | None
+    health: Health
+    speech: Speech
+    props: bool  # it says of itself what it is, under /props
+    prompt_cache: str  # switchable | fixed | none
+    slots: bool  # a request can name its slot
+    parallel_max: int | None
+    repeats_max: int | None
+    artefact: str | None  # what is loaded in place of the study's model
+    weights: str  # same | requantised
+    start_limit_s: float
+    stall_s: float
+    dispatch: str | None  # scheduler | hrx: whose log says which kernels ran
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> Serving:
+        """Read back what :meth:`document` made of it."""
+        claim = document["claim"]
+        return cls(
+            **{
+                **document,
+                "argv": tuple(document["argv"]),
+                "claim": None if claim is None else _tuples(ClaimSpec, claim),
+                "health": _tuples(Health, document["health"]),
+                "speech": Speech(**document["speech"]),
+            }
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Return it as plain values, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way to get tokens. ``kind`` is build, command or endpoint."""
+
+    name: str
+    kind: str
+    build: str | None
+    reference: str | None
+    settings: Settings
+    env: dict[str, str]
+    serving: Serving
+    arm: Arm | None
+
+
+def route_of(name: str, entry: Mapping[str, Any], backend: str | None) -> Route:
+    """Make a route of its entry in a study; ``backend`` is that of its build, where it has one."""
+    entry = {**ROUTE_DEFAULTS, **entry}
+    kind = next(kind for kind in KINDS if kind in entry)
+    device = entry["device"] or backend or ("remote" if kind == "endpoint" else "cpu")
+    return Route(
+        name=name,
+        kind=kind,
+        build=entry.get("build"),
+        reference=entry["reference"],
+        settings=Settings(
+            context=entry["context"],
+            micro_batch=entry["micro_batch"],
+            threads=entry["threads"],
+            flash_attention=entry["flash_attention"],
+            kv_type=entry["kv_type"],
+        ),
+        env=dict(entry["env"]),
+        serving=Serving(
+            argv=tuple(entry["command"] if kind == "command" else entry["server_args"]),
+            endpoint=entry.get("endpoint"),
+            device=device,
+            claim=_claim(device, entry["claim"], kind),
+            health=_tuples(Health, {**HEALTH_DEFAULTS, **entry["health"]}),
+            speech=Speech(
+                api=entry["api"],
+                prompt_form=entry["prompt_form"],
+                token_ids=entry["token_ids"],
+                logprobs=entry["logprobs"],
+                logprob_list=entry["logprob_list"],
+                thinking=entry["thinking"],
+                model_name=entry["model_name"],
+            ),
+            props=entry["api"] == "llama" if entry["props"] is None else entry["props"],
+            prompt_cache=entry["prompt_cache"],
+            slots=entry["slots"] and entry["api"] == "llama",
+            parallel_max=entry["parallel_max"],
+            repeats_max=entry["repeats_max"],
+            artefact=entry["artefact"],
+            weights=entry["weights"],
+            start_limit_s=entry["start_limit_s"],
+            stall_s=entry["stall_s"],
+            dispatch=entry["dispatch"],
+        ),
+        arm=None if entry["arm"] is None else Arm(entry["arm"]["of"], entry["arm"]["without"]),
+    )
+
+
+def unknown_placeholders(command: Sequence[str]) -> list[str]:
+    """Return what a command template names in braces and nobody fills in."""
+    named = (name for part in command for name in re.findall(r"\{(\w*)\}", part))
+    return [name for name in dict.fromkeys(named) if name not in PLACEHOLDERS]
+
+
+def is_local(url: str) -> bool:
+    """Say whether a URL's host is this machine by its name alone; no name is looked up."""
+    host = (urlsplit(url).hostname or "").rstrip(".")
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _claim(device: str, entry: Mapping[str, Any] | bool, kind: str) -> ClaimSpec | None:
+    """Return the claim of a route's device; None where the study switches it off.
+
+    An endpoint is somebody else's server: its device is claimed only where the study says so.
+    """
+    if entry is False or (kind == "endpoint" and not entry):
+        return None
+    entry = {} if entry is True else entry
+    found = {**CLAIM_DEFAULTS, "device": device, **entry}
+    return _tuples(ClaimSpec, found)
+
+
+def _tuples(kind: Callable[..., Made], values: Mapping[str, Any]) -> Made:
+    """Make a frozen dataclass of JSON values: its sequences are tuples."""
+    return kind(
+        **{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    )

@@ -1,0 +1,356 @@
+"""A serving cell: one job that holds a device, starts a server, asks it, and proves it gone.
+
+The cell is one canonical JSON value, written by the plan. Each (block, prompt) is a fragment of the
+result store, so that what was answered before a kill is not asked again; only the lives of a server
+with something missing are started at all. The rows are replies (schema.REPLIES), with everything
+that the server said of itself in the file's metadata.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from routewise.block import Block, Prepared, prepare_round, prompt_refusal
+from routewise.claim import Held, hold_device
+from routewise.client import Client, Round
+from routewise.digest import digest_of
+from routewise.errors import RoutewiseError
+from routewise.launch import launch_of
+from routewise.machine import describe_machine, device_scope
+from routewise.progress import Progress
+from routewise.reply import Ask, Reply
+from routewise.schema import REPLIES, read_table, table_of, write_table
+from routewise.serve_cell import ServeCell, ServeInputs
+from routewise.server import Identity, Server, attach, serve
+from routewise.store import Store, fragment_key
+
+_REPLY_COLUMNS = tuple(field.name for field in fields(Reply))
+_SLOWEST_TOKEN_S = 10.0
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """One prompt in one block: what is asked, and the key of its rows in the store."""
+
+    block: Block
+    prompt_index: int
+    rounds: tuple[Prepared, ...]
+    key: str
+
+
+def measure_serving(cell: ServeCell, inputs: ServeInputs, output: Path) -> None:
+    """Ask what is missing of a cell, and write all of it to ``output``.
+
+    Raises RoutewiseError where the server cannot be started, is not the one asked for, dies, or
+    makes no progress; what was answered until then is in the store.
+    """
+    started_at = datetime.now(UTC)
+    table, prompt_provenance = read_table(inputs.prompts, "prompts")
+    prompts = table.to_pylist()
+    job = ServingJob(cell, inputs, prompts)
+    job.take_stored()
+    n_adopted = len(job.rows)
+    if job.missing:
+        with held_device(cell) as held:
+            for life in sorted({fragment.block.life for fragment in job.missing}):
+                job.measure_life(life, held)
+    parts = [job.rows[fragment.key] for fragment in job.fragments]
+    rows = pa.concat_tables(parts) if parts else table_of("replies", _no_columns())
+    notes = [job.notes[fragment.key] for fragment in job.fragments]
+    provenance = serving_provenance(job, started_at, prompt_provenance) | {
+        "n_measured": len(job.fragments) - n_adopted,
+        "n_adopted": n_adopted,
+        "measure_s": round(sum(note["measure_s"] for note in notes if not note["adopted"]), 3),
+    }
+    write_table(output, "replies", rows, provenance)
+
+
+def serving_provenance(
+    job: ServingJob, started_at: datetime, prompts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return everything that a serving cell's file says of its making.
+
+    ``prompts`` is the provenance of the prompts' file.
+    """
+    cell = job.cell
+    refused = [*cell.refused, *job.refused]
+    notes = list(job.notes.values())
+    return {
+        "cell": {
+            key: getattr(cell, key)
+            for key in ("sweep", "route", "model", "variant", "prompts", "digest")
+        },
+        "settings": {**asdict(cell.settings), "env": cell.env, "n_probs": cell.n_probs},
+        "serving": {
+            **cell.serving.document(),
+            "kind": cell.kind,
+            "parallel": cell.parallel,
+            "match": "ids" if cell.serving.speech.token_ids else "text",
+            "lives": _unique(note["life"] for note in notes),
+            "stops": job.stops,  # of the servers that this job started
+        },
+        "blocks": [block.document() for block in cell.blocks],
+        "refused_blocks": refused,
+        "unsupported": refused[0]["reason"] if refused and not job.fragments else None,
+        "invalid_reasons": sorted({one for note in notes for one in note["invalid_reasons"]}),
+        "build": job.identity,
+        "model": job.inputs.model_record,
+        "prompts": {"name": cell.prompts, "digest": prompts["prompt_set_digest"]},
+        "machine": job.machine,
+        "code_digest": job.inputs.code_digest,
+        "started_at": started_at.isoformat(timespec="seconds"),
+        "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+class ServingJob:
+    """One run of a cell: its fragments, and what is known of them so far."""
+
+    def __init__(
+        self, cell: ServeCell, inputs: ServeInputs, prompts: Sequence[dict[str, Any]]
+    ) -> None:
+        self.cell = cell
+        self.inputs = inputs
+        self.prompts = prompts
+        self.machine = describe_machine()
+        self.launch = launch_of(cell, inputs)
+        self.identity = self.launch.identity
+        self.store = Store(inputs.store)
+        self.refused: list[dict[str, Any]] = []
+        self.fragments = list(self._plan())
+        self.stops: list[dict[str, Any]] = []
+        self.rows: dict[str, pa.Table] = {}
+        self.notes: dict[str, dict[str, Any]] = {}
+        self.progress = Progress(
+            f"{cell.name}:", sum(len(one.rounds) for one in self.fragments), "rounds"
+        )
+
+    @property
+    def missing(self) -> list[Fragment]:
+        """What is still to be asked, in the order of the blocks."""
+        return [fragment for fragment in self.fragments if fragment.key not in self.rows]
+
+    def _plan(self) -> Iterator[Fragment]:
+        cell = self.cell
+        for block in cell.blocks:
+            if reason := prompt_refusal(block, cell.serving, self.prompts):
+                self.refused.append({"block": block.document(), "reason": reason})
+                continue
+            for index in range(len(self.prompts)):
+                rounds = tuple(
+                    prepare_round(
+                        block,
+                        round_index,
+                        index,
+                        self.prompts,
+                        serving=cell.serving,
+                        context=cell.settings.context,
+                        n_probs=cell.n_probs,
+                        n_tokens=cell.n_tokens,
+                        seed=cell.seed,
+                    )
+                    for round_index in range(block.rounds)
+                )
+                yield Fragment(block, index, rounds, self._key(block, rounds))
+
+    def _key(self, block: Block, rounds: Sequence[Prepared]) -> str:
+        cell = self.cell
+        serving = cell.serving.document()
+        for name in ("start_limit_s", "stall_s", "claim", "health"):
+            del serving[name]  # they decide whether there is an answer, and not which
+        return fragment_key(
+            {
+                "table": "replies",
+                "block": block.document(),
+                "requests": digest_of([asdict(one) for one in rounds]),
+                "settings": asdict(cell.settings),
+                "env": cell.env,
+                "serving": serving,
+                "fingerprint": self.identity["fingerprint"],
+                "model": self.inputs.model_record["sha256"],
+                "code": self.inputs.code_digest,
+                "device": device_scope(self.machine),
+            }
+        )
+
+    def take_stored(self) -> None:
+        """Adopt what the store has. Of an endpoint nothing is: what answers may be another."""
+        if self.cell.kind == "endpoint":
+            return
+        for fragment in self.fragments:
+            found = self.store.get(fragment.key, "replies")
+            if found is not None:
+                rows, note = found
+                self._keep(fragment, rows, {**note, "adopted": True})
+                self.progress.start_at(self.progress.done + len(fragment.rounds))
+
+    def measure_life(self, life: int, held: Held | None) -> None:
+        """Start the server once and ask it for every missing fragment of that life."""
+        missing = [fragment for fragment in self.missing if fragment.block.life == life]
+        with self.server(life, held) as server:
+            asyncio.run(self._ask_all(server, missing, held, life))
+
+    @contextlib.contextmanager
+    def server(self, life: int, held: Held | None, *, logging: bool = False) -> Iterator[Server]:
+        """Start a server for a ``with`` block, and prove it gone after it.
+
+        ``logging`` makes it log which kernels ran, where the route can.
+        """
+        cell = self.cell
+        if cell.serving.endpoint is not None:
+            with attach(
+                cell.serving.endpoint,
+                self.launch.probe,
+                health=cell.serving.health,
+                identity=Identity(props=cell.serving.props),
+                stall_s=cell.serving.stall_s,
+            ) as server:
+                yield server
+            return
+        with serve(self.launch.start(self.log_of(life), held, logging)) as server:
+            yield server
+        assert server.proof is not None  # serve proved it
+        self.stops.append({"life": life, **asdict(server.proof)})
+
+    def log_of(self, life: int) -> Path:
+        """Return where the log of a server's life is kept."""
+        cell = self.cell
+        return self.inputs.logs / f"{cell.digest}.{cell.route}.{cell.variant}.life{life}.log"
+
+    async def _ask_all(
+        self, server: Server, missing: Sequence[Fragment], held: Held | None, life: int
+    ) -> None:
+        cell = self.cell
+        said = {
+            "index": life,
+            "start_s": round(server.start_s, 3),
+            "found": server.found,
+            "props": _said_of_itself(server.props),
+        }
+        stall_s = cell.serving.stall_s
+        async with Client(server.url, cell.serving.speech, stall_s=stall_s) as client:
+            for fragment in missing:
+                start = time.perf_counter()
+                await self._look_at(server, client)  # a slot may be busy with the last cell's
+                rounds = []
+                for prepared in fragment.rounds:
+                    rounds.append((await self.ask_round(server, client, prepared), _seen(held)))
+                    self.progress.advance(1)
+                rows = self._rows(fragment, rounds)
+                note = {
+                    "life": said,
+                    "invalid_reasons": [],
+                    "measure_s": time.perf_counter() - start,
+                    "machine": self.machine,
+                    "build": self.identity,
+                }
+                whole = all(reply.status == "ok" for one, _ in rounds for reply in one.replies)
+                if whole and cell.kind != "endpoint":
+                    self.store.put(fragment.key, "replies", rows, note)
+                self._keep(fragment, rows, {**note, "adopted": False})
+
+    async def ask_round(self, server: Server, client: Client, prepared: Prepared) -> Round:
+        """Ask one round. Raises RoutewiseError where the server died or moves no more."""
+        for ask in prepared.before:
+            reply = await client.complete(ask, self._limit_s([ask]))
+            if reply.status != "ok":
+                await self._look_at(server, client)
+                raise RoutewiseError(
+                    f"{self.cell.name}: the request before a round failed: {reply.reason}",
+                    f"look into the server's log in {self.inputs.logs}",
+                )
+        one = await client.release(prepared.asks, self._limit_s(prepared.asks))
+        if any(reply.status != "ok" for reply in one.replies):
+            await self._look_at(server, client)
+        return one
+
+    async def _look_at(self, server: Server, client: Client) -> None:
+        """Raise RoutewiseError where the server is gone or wedged, and did not just answer badly."""
+        server.note_progress()  # the client itself minds a server that stands still
+        server.check()
+        await client.wait_idle(self.cell.serving.stall_s)
+
+    def _limit_s(self, asks: Sequence[Ask]) -> float:
+        """Return how long a server that does not count its passes may take for these requests."""
+        slowest_s = _SLOWEST_TOKEN_S * sum(ask.n_tokens for ask in asks)
+        return self.cell.serving.stall_s + slowest_s
+
+    def _keep(self, fragment: Fragment, rows: pa.Table, note: dict[str, Any]) -> None:
+        prompt = self.prompts[fragment.prompt_index]
+        for name in ("prompt_index", "prompt_id", "category"):
+            field = rows.schema.field(name)
+            column = pa.array([prompt[name]] * rows.num_rows, field.type)
+            rows = rows.set_column(rows.schema.get_field_index(name), field, column)
+        self.rows[fragment.key] = rows.replace_schema_metadata(None)
+        self.notes[fragment.key] = note
+
+    def _rows(self, fragment: Fragment, rounds: Sequence[tuple[Round, dict[str, Any]]]) -> pa.Table:
+        prompt = self.prompts[fragment.prompt_index]
+        columns = _no_columns()
+        asked = [prepared.roles for prepared in fragment.rounds]
+        for index, ((one, seen), roles) in enumerate(zip(rounds, asked, strict=True)):
+            for copy, reply in enumerate(one.replies):
+                row = {
+                    **{name: prompt[name] for name in ("prompt_index", "prompt_id", "category")},
+                    **{k: v for k, v in fragment.block.document().items() if k != "rounds"},
+                    "round": index,
+                    "copy": copy,
+                    "role": roles[copy],
+                    **{name: getattr(reply, name) for name in _REPLY_COLUMNS},
+                    "released_ns": one.released_ns[copy],
+                    "done_ns": one.done_ns[copy],
+                    "release_spread_ms": one.release_spread_ms,
+                    "n_decodes": one.n_decodes,
+                    "busy_per_decode": one.busy_per_decode,
+                    **seen,
+                }
+                for name, value in row.items():
+                    columns[name].append(value)
+        return table_of("replies", columns)
+
+
+@contextlib.contextmanager
+def held_device(cell: ServeCell) -> Iterator[Held | None]:
+    """Hold the route's device for a ``with`` block; None where the route claims none."""
+    if cell.serving.claim is None:
+        yield None
+        return
+    with hold_device(cell.serving.claim, f"{cell.route} {cell.sweep} {cell.model}") as held:
+        yield held
+
+
+def _seen(held: Held | None) -> dict[str, Any]:
+    """Return the columns that say how the device was held when a round ended."""
+    if held is None:
+        return {"claim_wait_s": 0.0, "claim_hold_s": 0.0, "n_others": None}
+    return {
+        "claim_wait_s": held.wait_s,
+        "claim_hold_s": held.hold_s,
+        "n_others": held.count_others(),
+    }
+
+
+def _no_columns() -> dict[str, list[Any]]:
+    return {name: [] for name in REPLIES.names}
+
+
+def _said_of_itself(props: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return what of ``/props`` says how the server was set; the template is the model's."""
+    kept = ("default_generation_settings", "total_slots", "model_ftype", "build_info")
+    return None if props is None else {key: props[key] for key in kept if key in props}
+
+
+def _unique(lives: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for life in lives:
+        found.setdefault(digest_of(life), life)
+    return list(found.values())

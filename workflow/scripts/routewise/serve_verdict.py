@@ -1,0 +1,775 @@
+"""Verdicts on what one route's server said: repeated requests, and requests in a batch.
+
+Only ``exact`` is a pass, and it takes: replies at all, none of them invalid, every one of them
+equal, and a witness that what was asked for really happened. What is compared is the weakest
+observable of all the replies that meet (chosen logprob, token ids, text), and a verdict names it.
+
+Positions are positions of a *prompt*: however many copies and rounds there were, a token position
+is counted once, and it differs where it differs in any reply. Beyond the first token that differs
+the replies have different histories, and nothing is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from routewise.state import (
+    BLOCK,
+    PairCounts,
+    SoloScore,
+    StateCounts,
+    count_consecutive,
+    count_cross_pairs,
+    count_pairs,
+    count_states,
+    score_against,
+    weakest_observable,
+)
+from routewise.verdict import (
+    DIFFERS,
+    EXACT,
+    INVALID,
+    UNOBSERVABLE,
+    UNSUPPORTED,
+    Judgement,
+)
+
+LOGPROB = "chosen logprob"
+TOKEN_IDS = "token ids"
+TEXT = "text"
+
+#: What a receipt calls the observables of replies, the strongest first.
+OBSERVABLES = {"chosen-logprob": LOGPROB, "token-ids": TOKEN_IDS, "text": TEXT}
+
+#: Mean number of slots busy in a pass from which a round of two or more counts as shared. At 1
+#: nobody ever was beside the probe; at 1.25 and width 2 somebody was in a quarter of the passes.
+#: It is not higher because a filler may be half as long as the probe, and because prompts are
+#: prefilled in passes of their own. How much was really shared stands in each claim's measures.
+SHARED_SLOTS_MIN = 1.25
+
+#: How far the mean may lie above the width: it is the difference of two rounded running means.
+#: Beyond it a slot was busy with a request that is not of the round.
+SPARE_SLOTS_MAX = 0.05
+
+#: Prompt tokens that even an empty prompt cache gives: the token that begins every sequence.
+COLD_TOKENS_MAX = 1
+
+_PROBE = "probe"
+_IDENTITY = [*BLOCK, "prompt_index", "round", "copy"]
+
+
+@dataclass(frozen=True)
+class ServeJudgement(Judgement):
+    """A judgement of replies, with what was compared and the numbers behind it."""
+
+    observable: str = TEXT
+    measures: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A reply beside its reference: both as lists of positions with one history.
+
+    ``n`` positions were compared: up to the first token that differs, with it. ``moved`` says which
+    differ in token or bits, ``dlogp`` is |Δ logprob| where token and history are equal (else NaN),
+    and ``flip`` the position of the first token that differs, or None.
+    """
+
+    n: int
+    moved: np.ndarray
+    dlogp: np.ndarray
+    flip: int | None
+
+    @property
+    def equal(self) -> bool:
+        """Say whether no position differs."""
+        return not bool(self.moved.any())
+
+
+Reply = Mapping[str, Any]
+
+
+def observable_of(rows: pd.DataFrame) -> str:
+    """Return the weakest observable of replies, in the words of a receipt.
+
+    A reply without a single token shows nothing by itself, and does not count where others do.
+    """
+    speaking = rows[rows["n_received"] > 0]
+    weakest = weakest_observable(speaking["observable"] if len(speaking) else rows["observable"])
+    return OBSERVABLES[weakest or "text"]
+
+
+def key_column(observable: str) -> str:
+    """Return the column that has to be equal under an observable: the state, or the tokens."""
+    return "state" if observable == LOGPROB else "tokens_hash"
+
+
+def _n_equal(pairs: PairCounts, observable: str) -> int:
+    return pairs.n_equal if observable == LOGPROB else pairs.n_same_tokens
+
+
+def compare_replies(reference: Reply, reply: Reply, observable: str) -> Comparison:
+    """Compare two replies (rows of schema.REPLIES) position by position.
+
+    A reply that ends earlier differs at the position after its end. Logprobs are compared by bits
+    and status, and only under ``chosen logprob``. Under ``text`` a position is a byte.
+    """
+    left, right = _tokens(reference, reply, observable)
+    n_both = min(len(left), len(right))
+    differing = [place for place in range(n_both) if left[place] != right[place]]
+    if differing:
+        flip: int | None = differing[0]
+    else:
+        flip = None if len(left) == len(right) else n_both
+    n_equal = n_both if flip is None else flip
+    n = n_equal + (flip is not None)
+    moved = np.zeros(n, dtype=bool)
+    dlogp = np.full(n, np.nan)
+    if observable == LOGPROB:
+        bits = [np.asarray(row["logprob_bits"], dtype=float) for row in (reference, reply)]
+        statuses = [np.asarray(row["logprob_status"], dtype=object) for row in (reference, reply)]
+        values = [np.asarray(row["logprobs"], dtype=float) for row in (reference, reply)]
+        known = min(n_equal, *(len(one) for one in (*bits, *statuses, *values)))
+        one, two = (found[:known] for found in bits)
+        same = (one == two) | (np.isnan(one) & np.isnan(two))
+        moved[:known] = ~same | (statuses[0][:known] != statuses[1][:known])
+        moved[known:n_equal] = len(bits[0]) != len(bits[1])
+        dlogp[:known] = np.abs(values[0][:known] - values[1][:known])
+    if flip is not None:
+        moved[flip] = True
+    return Comparison(n, moved, dlogp, flip)
+
+
+def _tokens(reference: Reply, reply: Reply, observable: str) -> tuple[list[Any], list[Any]]:
+    """Return both replies' tokens in the same currency: ids, else bytes, else those of the text."""
+    pair = (reference, reply)
+    for column in ("token_ids", "token_bytes"):
+        if all(row[column] is not None for row in pair):
+            left, right = ([_plain(token) for token in row[column]] for row in pair)
+            return left, right
+    return list(bytes(reference["text"])), list(bytes(reply["text"]))
+
+
+def _plain(token: Any) -> int | bytes:
+    if token is None or isinstance(token, bytes):
+        return token or b""  # a token whose bytes the server does not tell has none
+    return int(token)
+
+
+class _Positions:
+    """Collects comparisons into counts over distinct prompt positions, worst and first."""
+
+    def __init__(self) -> None:
+        self._moved: dict[str, np.ndarray] = {}
+        self._flipped: set[tuple[str, int]] = set()
+        self.worst: dict[str, Any] | None = None
+        self.first: dict[str, Any] | None = None
+
+    def add(self, row: Reply, compared: Comparison) -> None:
+        """Count one reply's comparison with its reference."""
+        prompt = str(row["prompt_id"])
+        known = self._moved.get(prompt, np.zeros(0, dtype=bool))
+        merged = np.zeros(max(len(known), compared.n), dtype=bool)
+        merged[: len(known)] |= known
+        merged[: compared.n] |= compared.moved
+        self._moved[prompt] = merged
+        if compared.flip is not None:
+            self._flipped.add((prompt, compared.flip))
+        if compared.equal:
+            return
+        place = int(np.flatnonzero(compared.moved)[0])
+        if self.first is None or place < self.first["position"]:
+            self.first = {**_place(row, place), "token_differs": place == compared.flip}
+        seen = compared.dlogp[np.isfinite(compared.dlogp)]
+        if seen.size and (self.worst is None or float(seen.max()) > self.worst["dlogp_max"]):
+            at = int(np.nanargmax(np.where(np.isfinite(compared.dlogp), compared.dlogp, -1.0)))
+            self.worst = {**_place(row, at), "dlogp_max": float(seen.max())}
+
+    @property
+    def n(self) -> dict[str, int]:
+        """Return prompts, positions, differing and flips."""
+        return {
+            "prompts": len(self._moved),
+            "positions": sum(len(moved) for moved in self._moved.values()),
+            "differing": sum(int(moved.sum()) for moved in self._moved.values()),
+            "flips": len(self._flipped),
+        }
+
+
+def _place(row: Reply, position: int) -> dict[str, Any]:
+    place = {"prompt_id": str(row["prompt_id"]), "position": position}
+    return place | {name: int(row[name]) for name in ("life", "round", "copy") if name in row}
+
+
+# ------------------------------------------------------------------------- what is against replies
+
+
+def reply_reasons(rows: pd.DataFrame) -> list[str]:
+    """Return why replies cannot be believed whatever they say; empty where they can.
+
+    One invalid reply is enough: an answer that was not given is not an equal one.
+    """
+    reasons = []
+    broken = rows[rows["status"] != "ok"]
+    if len(broken):
+        reasons.append(
+            f"{len(broken)} of {len(rows)} replies are invalid: {broken['reason'].iloc[0]}"
+        )
+    twice = int(rows.duplicated(_IDENTITY).sum())
+    if twice:
+        reasons.append(f"{twice} replies stand there twice")
+    fine = rows[rows["status"] == "ok"]
+    drafted = int((fine["draft_n"].fillna(0) > 0).sum())
+    if drafted and (fine["observable"] == "chosen-logprob").any():
+        reasons.append(
+            f"{drafted} replies were decoded with drafts: their logprobs are no evidence"
+        )
+    crowded = fine[fine["busy_per_decode"] > fine["width"] + SPARE_SLOTS_MAX]
+    if len(crowded):
+        row = crowded.iloc[0]
+        reasons.append(
+            f"{len(crowded)} replies had company that was not of their round: "
+            f"{row['busy_per_decode']:.2f} slots busy a pass at width {row['width']}"
+        )
+    return reasons
+
+
+def cache_reasons(rows: pd.DataFrame, cache: str) -> list[str]:
+    """Return why replies do not show the prompt cache that was asked for: off, cold or warm."""
+    known = rows[(rows["status"] == "ok") & rows["cache_n"].notna()]
+    taken = known["cache_n"]
+    if cache == "warm":
+        evaluated = known["prompt_n"].fillna(0)
+        wrong = known[(taken == 0) | ((taken <= COLD_TOKENS_MAX) & (evaluated > 1))]
+        wanted = "the prompt from the cache"
+    else:
+        wrong = known[taken > (0 if cache == "off" else COLD_TOKENS_MAX)]
+        wanted = "nothing from the cache"
+    if wrong.empty:
+        return []
+    row = wrong.iloc[0]
+    return [
+        f"{len(wrong)} of {len(known)} replies with cache {cache} do not show {wanted}: "
+        f"{row['prompt_id']} took {int(row['cache_n'])} tokens from it"
+    ]
+
+
+def prefill_reasons(probes: pd.DataFrame, prefill: str) -> list[str]:
+    """Return why replies do not show that their prompts were prefilled apart; empty where they do.
+
+    A server always evaluates the last token of a prompt; a reply that evaluated more of it shared
+    prefill passes too. Where the reply says only how much came from the cache, that must not be 0.
+    """
+    if prefill != "apart":
+        return []
+    fine = probes[probes["status"] == "ok"]
+    wrong = fine[(fine["cache_n"] == 0) | (fine["prompt_n"] > 1)]
+    if wrong.empty:
+        return []
+    row = wrong.iloc[0]
+    taken = "unknown" if pd.isna(row["cache_n"]) else int(row["cache_n"])
+    evaluated = "unknown" if pd.isna(row["prompt_n"]) else int(row["prompt_n"])
+    return [
+        f"{len(wrong)} of {len(fine)} prompts were not prefilled apart: {row['prompt_id']} took "
+        f"{taken} tokens from the cache and evaluated {evaluated}"
+    ]
+
+
+def _gaps(probes: pd.DataFrame, block: pd.DataFrame, width: int, rounds: int | None) -> list[str]:
+    """Return which replies a block lacks: ``width`` a round, ``rounds`` rounds a prompt."""
+    if probes.empty:
+        return []
+    gaps = []
+    counted = probes.groupby(["life", "prompt_id"])["round"].nunique()
+    wanted = int(counted.max()) if rounds is None else rounds
+    short = counted[counted != wanted]
+    if len(short):
+        gaps.append(f"{short.index[0][1]} has {int(short.iloc[0])} of {wanted} rounds")
+    n_replies = int(counted.sum()) * width
+    if len(block) != n_replies:
+        gaps.append(f"{len(block)} replies in {int(counted.sum())} rounds of {width}")
+    return gaps
+
+
+def _notes(rows: pd.DataFrame, observable: str) -> list[str]:
+    """Return what qualifies a verdict on these replies without changing it."""
+    notes = []
+    if observable != LOGPROB:
+        notes.append(f"{observable} alone could be compared: the replies show no logprobs")
+        return notes
+    statuses = np.concatenate([np.asarray(one, dtype=object) for one in rows["logprob_status"]])
+    unsaid = int((statuses != "ok").sum())
+    if unsaid:
+        notes.append(f"{unsaid} of {len(statuses)} tokens have no logprob: their ids alone count")
+    return notes
+
+
+def _saturated_share(rows: pd.DataFrame) -> float | None:
+    """Return the share of received tokens whose logprob is exactly 0: there bits can hide."""
+    received = int(rows["n_received"].sum())
+    return float(rows["n_saturated"].sum()) / received if received else None
+
+
+def _records(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    order = ["prompt_index", "life", "round", "copy"]
+    return [
+        {str(key): value for key, value in row.items()}
+        for row in rows.sort_values(order, kind="stable").to_dict("records")
+    ]
+
+
+# ------------------------------------------------------------------------------------------ repeat
+
+
+def judge_repeat(
+    rows: pd.DataFrame,
+    cache: str,
+    *,
+    rounds: Mapping[int, int] | None = None,
+    prompts: Iterable[str] = (),
+    invalid_reasons: Sequence[str] = (),
+    unsupported: str = "",
+) -> ServeJudgement:
+    """Judge whether one request, alone, always has the same answer.
+
+    Parameters
+    ----------
+    rows
+        The replies of one route and model with one kind of prompt cache (schema.REPLIES).
+    cache
+        ``off``, ``cold`` or ``warm``.
+    rounds
+        How many rounds each life of the server was asked for; None where that is not recorded.
+    prompts
+        Prompts that must be there: those of the whole cell.
+    unsupported
+        Why the route cannot do this at all; then there are no rows.
+    """
+    fine = rows[rows["status"] == "ok"]
+    observable = observable_of(fine)
+    found = _compare_within(fine, observable)
+    n = {**found.n, "invalid": len(rows) - len(fine)}
+    measures = {"states": found.states, "saturated_share": _saturated_share(fine)}
+    if unsupported and rows.empty:
+        return ServeJudgement(UNSUPPORTED, n, [unsupported], None, None, observable, measures)
+    reasons = [*invalid_reasons, *reply_reasons(rows), *cache_reasons(rows, cache)]
+    reasons += found.contradictions
+    if rows.empty:
+        reasons.append(f"the cell holds no replies with cache {cache}")
+    else:
+        missing = sorted(set(prompts) - set(rows["prompt_id"]))
+        if missing:
+            reasons.append(f"{len(missing)} prompts have no reply, {missing[0]} among them")
+        for life in sorted({*rows["life"], *(rounds or {})}):
+            mine = rows[rows["life"] == life]
+            if mine.empty:
+                reasons.append(f"no reply of server life {life}")
+            reasons += _gaps(mine, mine, 1, (rounds or {}).get(life))
+    if reasons:
+        return ServeJudgement(INVALID, n, reasons, found.worst, found.first, observable, measures)
+    if n["pairs"] == 0 or n["positions"] == 0:
+        reason = "no prompt has two replies with tokens to compare"
+        return ServeJudgement(UNOBSERVABLE, n, [reason], None, None, observable, measures)
+    notes = _notes(fine, observable)
+    if n["differing_pairs"]:
+        return ServeJudgement(DIFFERS, n, notes, found.worst, found.first, observable, measures)
+    unseen = int(fine["cache_n"].isna().sum())
+    if unseen and cache != "off":
+        reason = f"{unseen} replies do not say how much of the prompt came from the cache"
+        return ServeJudgement(UNOBSERVABLE, n, [reason], None, None, observable, measures)
+    if unseen:
+        notes.append("the route does not say that its prompt cache was off")
+    return ServeJudgement(EXACT, n, notes, None, None, observable, measures)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What comparing replies gave."""
+
+    n: dict[str, int]
+    states: dict[str, Any] | None
+    worst: dict[str, Any] | None
+    first: dict[str, Any] | None
+    contradictions: list[str]
+
+
+def _compare_within(fine: pd.DataFrame, observable: str) -> _Found:
+    """Compare all replies of each prompt with each other; positions with the prompt's first."""
+    positions = _Positions()
+    pairs = {"pairs": 0, "differing_pairs": 0, "pairs_across_lives": 0, "differing_across_lives": 0}
+    states: list[dict[str, Any]] = []
+    contradicting = 0
+    key = key_column(observable)
+    for _, group in fine.groupby("prompt_index", sort=True):
+        counted = count_pairs(group)
+        pairs["pairs"] += counted.n_pairs
+        pairs["differing_pairs"] += counted.n_pairs - _n_equal(counted, observable)
+        lives = [mine for _, mine in group.groupby("life", sort=True)]
+        for place, one in enumerate(lives):
+            for two in lives[place + 1 :]:
+                counted = count_cross_pairs(one, two)
+                pairs["pairs_across_lives"] += counted.n_pairs
+                differing = counted.n_pairs - _n_equal(counted, observable)
+                pairs["differing_across_lives"] += differing
+        replies = _records(group)
+        for row in replies[1:]:
+            compared = compare_replies(replies[0], row, observable)
+            contradicting += compared.equal != (row[key] == replies[0][key])
+            positions.add(row, compared)
+        states.append(_prompt_states(group, key))
+    n = {
+        **positions.n,
+        "replies": len(fine),
+        **pairs,
+        "states": sum(found["observed"] for found in states),
+    }
+    return _Found(
+        n,
+        summarise_states(states),
+        positions.worst,
+        positions.first,
+        _contradictions(contradicting),
+    )
+
+
+def _contradictions(n: int) -> list[str]:
+    return [f"{n} replies and their states contradict each other"] if n else []
+
+
+def _prompt_states(group: pd.DataFrame, key: str) -> dict[str, Any]:
+    counts: StateCounts = count_states(list(group[key]))
+    return {
+        "prompt_id": str(group["prompt_id"].iloc[0]),
+        "replies": counts.n_replies,
+        "observed": counts.n_states,
+        "modal_share": counts.modal_share,
+        "chao1": counts.chao1,
+    }
+
+
+def summarise_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the states of several prompts as one record; None where there is none.
+
+    ``observed`` is the lower bound that was seen, ``chao1`` the estimate with the unseen ones;
+    ``modal_share`` is the share of replies in the commonest state. ``prompts`` keeps each prompt's.
+    """
+    if not states:
+        return None
+    columns = {key: [found[key] for found in states] for key in ("observed", "chao1")}
+    shares = [found["modal_share"] for found in states]
+    return {
+        **{f"{key}_mean": float(np.mean(values)) for key, values in columns.items()},
+        **{f"{key}_max": float(np.max(values)) for key, values in columns.items()},
+        "modal_share_mean": float(np.mean(shares)),
+        "modal_share_min": float(np.min(shares)),
+        "prompts": [dict(found) for found in states],
+    }
+
+
+# ----------------------------------------------------------------------------------------- batched
+
+
+def solo_of(replies: pd.DataFrame, prefill: str) -> pd.DataFrame:
+    """Return the replies that a prompt gave alone: width 1, on the server with the fewest slots.
+
+    Those with the same ``prefill`` are taken where there are any: after a prefill apart the last
+    token of the prompt is evaluated by itself, which is another pass than the end of a prefill.
+    """
+    alone = replies[(replies["width"] == 1) & (replies["role"] == _PROBE)]
+    same = alone[alone["prefill"] == prefill]
+    alone = same if len(same) else alone
+    return alone[alone["parallel"] == alone["parallel"].min()]
+
+
+def judge_batched(
+    block: pd.DataFrame,
+    solo: pd.DataFrame,
+    *,
+    width: int,
+    prefill: str,
+    rounds: int | None = None,
+    invalid_reasons: Sequence[str] = (),
+    unsupported: str = "",
+) -> ServeJudgement:
+    """Judge whether requests in company have the answer that they have alone.
+
+    Parameters
+    ----------
+    block
+        The replies of one block, also those of neighbours and fillers (schema.REPLIES). Only
+        probes are compared, and every copy of a probe is one.
+    solo
+        Replies of the same route and model at width 1, as :func:`solo_of` returns them; the first
+        valid one of each prompt is the reference.
+    width, prefill, rounds
+        What was asked for; ``rounds`` is None where that is not recorded.
+
+    A round with no witness (no ``busy_per_decode``) can show a difference, but no equality; a round
+    that was not shared can show neither.
+    """
+    probes = block[block["role"] == _PROBE]
+    fine = probes[probes["status"] == "ok"]
+    alone = solo[solo["status"] == "ok"]
+    observable = observable_of(pd.concat([fine, alone]) if len(alone) else fine)
+    found, score, moved = _compare_with_solo(fine, alone, observable)
+    witness = witness_of(fine, width)
+    n = {**found.n, "invalid": int((block["status"] != "ok").sum())}
+    measures = {
+        "states": found.states,
+        "solo": score,
+        "pairs": _pair_measures(fine, observable),
+        "witness": witness,
+        "saturated_share": _saturated_share(fine),
+    }
+
+    def judged(verdict: str, reasons: list[str]) -> ServeJudgement:
+        seen = verdict in (DIFFERS, INVALID)
+        return ServeJudgement(
+            verdict,
+            n,
+            reasons,
+            found.worst if seen else None,
+            found.first if seen else None,
+            observable,
+            measures,
+        )
+
+    if unsupported and block.empty:
+        return judged(UNSUPPORTED, [unsupported])
+    reasons = [*invalid_reasons, *reply_reasons(block), *prefill_reasons(probes, prefill)]
+    if prefill == "together":
+        reasons += cache_reasons(probes, "off")
+    reasons += found.contradictions
+    reasons += _gaps(probes, block, width, rounds) if len(block) else ["the cell holds no replies"]
+    unknown = sorted(set(fine["prompt_id"]) - set(alone["prompt_id"]))
+    if unknown and len(alone):
+        reasons.append(f"{len(unknown)} prompts have no solo reply, {unknown[0]} among them")
+    n_rounds, n_unshared, n_unseen = (
+        witness[f"rounds{name}"] for name in ("", "_alone", "_unseen")
+    )
+    if n_rounds and n_unshared == n_rounds:
+        reasons.append(
+            f"the copies never shared a decode step: {witness['busy_per_decode_mean']:.2f} slots "
+            f"busy a pass at width {width}"
+        )
+    if reasons:
+        return judged(INVALID, reasons)
+    if alone.empty or not n["positions"]:
+        return judged(UNOBSERVABLE, ["no prompt has a solo reply with tokens to compare with"])
+    lonely = (
+        f"{n_unshared} of {n_rounds} rounds were hardly shared: fewer than {SHARED_SLOTS_MIN} "
+        "slots busy a pass"
+    )
+    notes = _notes(fine, observable)
+    if moved:
+        if all(_is_alone(busy) for busy in moved):
+            return judged(INVALID, [f"only replies that were alone differ: {lonely}"])
+        if n_unshared:
+            notes.append(lonely)
+        if n_unseen:
+            notes.append(f"{n_unseen} of {n_rounds} rounds have no witness of a shared pass")
+        return judged(DIFFERS, notes)
+    if n_unshared:
+        return judged(INVALID, [lonely])
+    if n_unseen:
+        reason = f"equal, but {n_unseen} of {n_rounds} rounds have no witness of a shared pass"
+        return judged(UNOBSERVABLE, [reason])
+    return judged(EXACT, notes)
+
+
+def _is_alone(busy: float) -> bool:
+    """Say whether a round's witness shows that it was hardly shared; NaN is no witness."""
+    return bool(busy < SHARED_SLOTS_MIN)
+
+
+def witness_of(probes: pd.DataFrame, width: int) -> dict[str, Any]:
+    """Return what shows that the rounds of a block shared their passes.
+
+    ``busy_per_decode_*`` are slots busy in a pass, over rounds; None where no round has a witness.
+    ``rounds_alone`` were hardly shared, ``rounds_unseen`` have no witness.
+    """
+    one_a_round = probes.drop_duplicates(["life", "prompt_id", "round"])
+    busy = one_a_round["busy_per_decode"].astype(float)
+    known = busy.dropna()
+    spread = one_a_round["release_spread_ms"]
+    return {
+        "width": width,
+        "rounds": len(one_a_round),
+        "rounds_alone": int((known < SHARED_SLOTS_MIN).sum()) if width > 1 else 0,
+        "rounds_unseen": int(busy.isna().sum()),
+        "busy_per_decode_min": float(known.min()) if len(known) else None,
+        "busy_per_decode_mean": float(known.mean()) if len(known) else None,
+        "decodes_mean": _mean(one_a_round["n_decodes"]),
+        "release_spread_ms_max": float(spread.max()) if len(spread) else None,
+        "cache_n_mean": _mean(probes["cache_n"]),
+    }
+
+
+def _mean(values: pd.Series) -> float | None:
+    known = values.dropna()
+    return float(known.astype(float).mean()) if len(known) else None
+
+
+def _compare_with_solo(
+    fine: pd.DataFrame, alone: pd.DataFrame, observable: str
+) -> tuple[_Found, dict[str, Any] | None, list[float]]:
+    """Compare each reply with its prompt's solo reply.
+
+    Returns what was found, the score against solo, and the witnesses of the replies that differ.
+    """
+    positions = _Positions()
+    scores: list[SoloScore] = []
+    states: list[dict[str, Any]] = []
+    moved: list[float] = []
+    n_replies = n_differing = contradicting = 0
+    key = key_column(observable)
+    references = {prompt: _records(group)[0] for prompt, group in alone.groupby("prompt_index")}
+    for prompt, group in fine.groupby("prompt_index", sort=True):
+        states.append(_prompt_states(group, key))
+        reference = references.get(prompt)
+        if reference is None:
+            continue
+        scores.append(score_against(reference, group))
+        for row in _records(group):
+            compared = compare_replies(reference, row, observable)
+            same = row[key] == reference[key]
+            contradicting += compared.equal != same
+            positions.add(row, compared)
+            n_replies += 1
+            if not same:
+                n_differing += 1
+                moved.append(float(row["busy_per_decode"]))
+    n = {
+        **positions.n,
+        "replies": n_replies,
+        "differing_replies": n_differing,
+        "states": sum(found["observed"] for found in states),
+    }
+    found = _Found(
+        n,
+        summarise_states(states),
+        positions.worst,
+        positions.first,
+        _contradictions(contradicting),
+    )
+    return found, summarise_scores(scores), moved
+
+
+def summarise_scores(scores: Sequence[SoloScore]) -> dict[str, Any] | None:
+    """Return scores of several prompts as one: identical N of M, |Δ logprob|, tokens kept.
+
+    ``kept`` has one record per prefix length, the whole reply last (``tokens`` None); lengths that
+    no reply has are left out, since they would only repeat the next shorter one.
+    """
+    if not scores:
+        return None
+    n_deltas = sum(score.n_deltas for score in scores)
+    deltas = [
+        (score.delta_mean, score.n_deltas) for score in scores if score.delta_mean is not None
+    ]
+    worst = [score.delta_max for score in scores if score.delta_max is not None]
+    kept = []
+    for places in zip(*(score.prefixes for score in scores), strict=False):
+        if any(prefix.n_full for prefix in places):
+            kept.append(places)
+    kept.append(tuple(score.whole for score in scores))
+    return {
+        "identical": sum(score.n_identical for score in scores),
+        "replies": sum(score.n_replies for score in scores),
+        "dlogp_mean": sum(mean * n for mean, n in deltas) / n_deltas if n_deltas else None,
+        "dlogp_max": max(worst, default=None),
+        "kept": [
+            {
+                "tokens": places[0].n_tokens,
+                "positions": sum(prefix.n_positions for prefix in places),
+                "kept": sum(prefix.n_kept for prefix in places),
+                "share": _share(places),
+                "identical": sum(prefix.n_identical for prefix in places),
+            }
+            for places in kept
+        ],
+    }
+
+
+def _share(places: Sequence[Any]) -> float | None:
+    positions = sum(prefix.n_positions for prefix in places)
+    return sum(prefix.n_kept for prefix in places) / positions if positions else None
+
+
+def _pair_measures(fine: pd.DataFrame, observable: str) -> dict[str, int]:
+    """Return equal pairs: of the same copy in consecutive rounds, and of all replies of a prompt.
+
+    Doubled replies are somebody else's reason to refuse; here only their first counts.
+    """
+    place = [
+        "life",
+        "cache",
+        "mix",
+        "prefill",
+        "parallel",
+        "width",
+        "prompt_index",
+        "round",
+        "copy",
+    ]
+    once = fine.drop_duplicates(place)
+    following = count_consecutive(once)
+    every = [count_pairs(group) for _, group in once.groupby("prompt_index")]
+    return {
+        "consecutive": following.n_pairs,
+        "consecutive_equal": _n_equal(following, observable),
+        "all": sum(pairs.n_pairs for pairs in every),
+        "all_equal": sum(_n_equal(pairs, observable) for pairs in every),
+    }
+
+
+def judge_width_1(
+    rows: pd.DataFrame,
+    solo: pd.DataFrame,
+    *,
+    rounds: int | None = None,
+    invalid_reasons: Sequence[str] = (),
+    unsupported: str = "",
+) -> ServeJudgement:
+    """Judge the control of a batched cell: one request in flight has the solo answer.
+
+    ``rows`` are the cell's replies at width 1 with one prefill, ``solo`` those that are its
+    reference: of the server with the fewest slots, which may be the same rows. The reference reply
+    is not compared with itself.
+    """
+    fine = rows[rows["status"] == "ok"]
+    alone = solo[solo["status"] == "ok"]
+    first = alone.sort_values(["prompt_index", "life", "round", "copy"], kind="stable")
+    references = first.drop_duplicates("prompt_index").set_index(_IDENTITY).index
+    others = fine[~fine.set_index(_IDENTITY).index.isin(references)]
+    observable = observable_of(pd.concat([fine, alone]) if len(alone) else fine)
+    found, score, _ = _compare_with_solo(others, alone, observable)
+    n = {**found.n, "invalid": len(rows) - len(fine)}
+    measures = {
+        "states": found.states,
+        "solo": score,
+        "witness": witness_of(fine, 1),
+        "saturated_share": _saturated_share(fine),
+    }
+    if unsupported and rows.empty:
+        return ServeJudgement(UNSUPPORTED, n, [unsupported], None, None, observable, measures)
+    reasons = [*invalid_reasons, *reply_reasons(rows), *found.contradictions]
+    for prefill, mine in rows.groupby("prefill"):
+        reasons += prefill_reasons(mine, str(prefill))
+        if prefill == "together":
+            reasons += cache_reasons(mine, "off")
+        reasons += _gaps(mine, mine, 1, rounds)
+    if reasons:
+        return ServeJudgement(INVALID, n, reasons, found.worst, found.first, observable, measures)
+    if not n["replies"] or not n["positions"]:
+        reason = "no reply with tokens at width 1 beside the reference itself"
+        return ServeJudgement(UNOBSERVABLE, n, [reason], None, None, observable, measures)
+    notes = _notes(fine, observable)
+    if n["differing_replies"]:
+        return ServeJudgement(DIFFERS, n, notes, found.worst, found.first, observable, measures)
+    return ServeJudgement(EXACT, n, notes, None, None, observable, measures)
