@@ -30,7 +30,7 @@ OPTIONS = --profile $(PROFILE) --configfile $(STUDY)
 # Progress bars in a terminal, plain lines in a file or a pipe.
 BARS = $$([ -t 2 ] && echo --logger rich || true)
 
-.PHONY: help setup demo cpu-exact plan check test lint format lock clean-results clean
+.PHONY: help setup demo serving cpu-exact plan check test lint format lock clean-results clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -65,6 +65,9 @@ demo: setup  ## fetch, build, measure and report the study, up to the final tabl
 	       "On Debian and Ubuntu: apt-get install g++" >&2; exit 2; }
 	$(BIN)/python -m routewise fetch $(STUDY)
 	$(SNAKEMAKE) $(OPTIONS) $(BARS)
+
+serving: setup  ## run config/studies/cpu-serving.yaml: what a CPU server can promise (about an hour)
+	$(MAKE) demo STUDY=config/studies/cpu-serving.yaml
 
 cpu-exact: setup  ## run config/studies/cpu-exact.yaml, the whole matrix of the patch (over an hour)
 	@mkdir -p results/made

@@ -1,9 +1,10 @@
 """What the client costs: requests per second against a bare httpx loop, and the barrier's spread.
 
 A stub in a process of its own answers every request at once with one prebuilt reply. In turn
-(A B A B …) 64 requests at a time go to it: by a bare ``httpx.AsyncClient`` (gather of ``post``,
-then ``response.json()``), and by the client (encoding, barrier, reading; then every reply checked
-and turned into its record). Prints two ratios, pair by pair, with their median and the quartiles:
+(A B C A B C …) 64 requests at a time go to it: by a bare ``httpx.AsyncClient`` (gather of ``post``,
+then ``response.json()``), by the client (encoding, barrier, reading; then every reply checked and
+turned into its record), and by 64 bare ``httpx.AsyncClient``, one a request, which spares httpx its
+pool. Prints ratios of requests per second round by round, as median and quartiles:
 
 - in flight: from the round's start to its last byte, against the bare loop without ``json()``.
   This is what a server sees, and what a measurement could suffer from;
@@ -28,7 +29,8 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
 
 import httpx
 from routewise.client import Client
@@ -101,58 +103,68 @@ async def serve_stub(n_tokens: int) -> None:
 
 @dataclass
 class Samples:
-    """Seconds of each round; the barrier's spreads in ms."""
+    """Seconds of each round, in flight and as a whole; the barrier's spreads in ms."""
 
-    bare_flight_s: list[float]
-    bare_whole_s: list[float]
-    client_flight_s: list[float]
-    client_whole_s: list[float]
-    spread_ms: list[float]
+    pool_s: list[tuple[float, float]] = field(default_factory=list)
+    own_s: list[tuple[float, float]] = field(default_factory=list)
+    client_s: list[tuple[float, float]] = field(default_factory=list)
+    spread_ms: list[float] = field(default_factory=list)
+
+
+async def bare_round(
+    clients: list[httpx.AsyncClient], url: str, content: bytes
+) -> tuple[float, float]:
+    """Post once with each of ``clients``; return the seconds without and with reading JSON."""
+    headers = {"content-type": "application/json"}
+    start = time.perf_counter()
+    posts = (client.post(url, content=content, headers=headers) for client in clients)
+    responses = await asyncio.gather(*posts)
+    flight_s = time.perf_counter() - start
+    for response in responses:
+        response.json()
+    return flight_s, time.perf_counter() - start
 
 
 async def measure(url: str, ask: Ask, speech: Speech, width: int, rounds: int) -> Samples:
-    """Run the rounds of both, in turn, after one of each to warm up."""
-    samples = Samples([], [], [], [], [])
+    """Run the rounds of all three, in turn, after one of each to warm up."""
+    samples = Samples()
     path, body = request_of(ask, speech)
     content = json.dumps(body).encode()
-    headers = {"content-type": "application/json"}
-    bare = httpx.AsyncClient(timeout=None, limits=httpx.Limits(), trust_env=False)
-    async with bare, Client(url, speech) as client:
+    async with AsyncExitStack() as stack:
+        context = httpx.create_ssl_context()
+        clients = [
+            httpx.AsyncClient(timeout=None, limits=httpx.Limits(), trust_env=False, verify=context)
+            for _ in range(width + 1)
+        ]
+        for bare in clients:
+            await stack.enter_async_context(bare)
+        client = await stack.enter_async_context(Client(url, speech))
         assert await client.read_metrics() is None  # the stub has none: not asked again
         for index in range(-1, rounds):
-            start = time.perf_counter()
-            responses = await asyncio.gather(
-                *(bare.post(url + path, content=content, headers=headers) for _ in range(width))
-            )
-            bare_flight_s = time.perf_counter() - start
-            for response in responses:
-                response.json()
-            bare_whole_s = time.perf_counter() - start
-
-            before_ns = time.perf_counter_ns()
+            pool_s = await bare_round([clients[-1]] * width, url + path, content)
+            start_ns = time.perf_counter_ns()
             done = await client.release([ask] * width)
-            after_ns = time.perf_counter_ns()
+            whole_ns = time.perf_counter_ns() - start_ns
+            flight_ns = done.barrier_ns + max(done.done_ns) - start_ns
+            own_s = await bare_round(clients[:width], url + path, content)
             assert all(reply.observable == "chosen-logprob" for reply in done.replies)
-            if index < 0:
-                continue
-            samples.bare_flight_s.append(bare_flight_s)
-            samples.bare_whole_s.append(bare_whole_s)
-            samples.client_flight_s.append((done.barrier_ns + max(done.done_ns) - before_ns) / 1e9)
-            samples.client_whole_s.append((after_ns - before_ns) / 1e9)
-            samples.spread_ms.append(done.release_spread_ms)
+            if index >= 0:
+                samples.pool_s.append(pool_s)
+                samples.own_s.append(own_s)
+                samples.client_s.append((flight_ns / 1e9, whole_ns / 1e9))
+                samples.spread_ms.append(done.release_spread_ms)
     return samples
 
 
 async def memory_growth(url: str, ask: Ask, speech: Speech, width: int, rounds: int) -> float:
     """Return by how many kB of Python objects ``rounds`` rounds more leave the client larger."""
+    sizes = []
+    tracemalloc.start()
     async with Client(url, speech) as client:
-        sizes = []
-        for half in range(2):
-            for _ in range(rounds):
+        for n_rounds in (5, rounds):
+            for _ in range(n_rounds):
                 await client.release([ask] * width)
             gc.collect()
-            if half == 0:
-                tracemalloc.start()
             sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
     return (sizes[1] - sizes[0]) / 1e3
@@ -178,15 +190,18 @@ def main(width: int, rounds: int, n_tokens: int) -> None:
             growth_kb = asyncio.run(memory_growth(url, ask, speech, width, rounds))
         finally:
             stub.terminate()
-    pairs = list(zip(samples.bare_flight_s, samples.client_flight_s, strict=True))
-    whole = list(zip(samples.bare_whole_s, samples.client_whole_s, strict=True))
-    rate = width / statistics.median(samples.client_flight_s)
-    print(f"{rounds} pairs of rounds, {width} in flight, {n_tokens} tokens a reply")
+    rate = width / statistics.median(flight_s for flight_s, _ in samples.client_s)
+    print(f"{rounds} rounds of each, {width} in flight, {n_tokens} tokens a reply")
     print(f"client, requests per second in flight: {rate:.0f}")
-    print(f"client / bare, in flight: {quartiles([bare / ours for bare, ours in pairs], 3)}")
-    print(f"client / bare, whole:     {quartiles([bare / ours for bare, ours in whole], 3)}")
+    for name, bare_s in (("one pool", samples.pool_s), ("own connections", samples.own_s)):
+        for column, what in enumerate(("in flight", "whole")):
+            ratios = [
+                bare[column] / ours[column]
+                for bare, ours in zip(bare_s, samples.client_s, strict=True)
+            ]
+            print(f"client / bare with {name}, {what}: {quartiles(ratios, 3)}")
     print(
-        f"barrier's spread, ms:     {quartiles(samples.spread_ms, 2)}, "
+        f"barrier's spread, ms: {quartiles(samples.spread_ms, 2)}, "
         f"largest {max(samples.spread_ms):.2f}, "
         f"{sum(s > 5.0 for s in samples.spread_ms)} of {rounds} above 5 ms"
     )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,3 +28,13 @@ settings.load_profile("routewise")
 def repository() -> Path:
     """Return the root of the working tree under test."""
     return REPOSITORY
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_claims() -> Iterator[Path]:
+    """Keep the tests' claims apart from those of studies that run on this machine."""
+    folder = Path(tempfile.mkdtemp(prefix="routewise-test-claims-"))
+    folder.chmod(0o1777)
+    os.environ["ROUTEWISE_CLAIMS"] = str(folder)
+    yield folder
+    shutil.rmtree(folder)

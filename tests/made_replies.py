@@ -300,7 +300,7 @@ def make_row(answer: Answer, **changes: Any) -> Row:
         "top_bytes": answer.top_pieces,
         "top_logprobs": answer.top_logprobs,
         "n_saturated": sum(value == 0 for value in answer.logprobs),
-        "state": state_of(_tokens(answer), answer.bits, answer.statuses),
+        "state": _state(answer),
         "tokens_hash": tokens_hash_of(_tokens(answer)),
         "slot": changes.get("copy", 0),
         "cache_n": 0,
@@ -320,7 +320,14 @@ def make_row(answer: Answer, **changes: Any) -> Row:
 def _tokens(answer: Answer) -> Sequence[int] | Sequence[bytes]:
     if answer.ids is not None:
         return answer.ids
-    return answer.pieces if answer.pieces is not None else (answer.text,)
+    shows_tokens = answer.pieces is not None and answer.observable != "text"
+    return answer.pieces if shows_tokens and answer.pieces else (answer.text,)
+
+
+def _state(answer: Answer) -> bytes:
+    if answer.observable == "text":
+        return state_of((answer.text,), (), ())
+    return state_of(_tokens(answer), answer.bits, answer.statuses)
 
 
 def invalid_row(reason: str, **changes: Any) -> Row:
@@ -361,14 +368,15 @@ def copies_block(copies: Sequence[Sequence[Answer]], prompt: int = 0, **changes:
 def probe_block(
     probes: Sequence[Answer], others: Sequence[Answer], mix: str, prompt: int = 0, **changes: Any
 ) -> list[Row]:
-    """Return a block of one probe (copy 0, one answer a round) beside neighbours or fillers."""
+    """Return a block of one probe (copy 0, one answer a round) beside neighbours or fillers.
+
+    As in a real block all rows name the probe's prompt: what runs beside it is known by its role.
+    """
     assert mix in ("neighbours", "fillers")
     rows = copies_block([[probe, *others] for probe in probes], prompt, mix=mix, **changes)
     for row in rows:
         if row["copy"] > 0:
             row["role"] = mix.removesuffix("s")
-            other = make_row(others[row["copy"] - 1], prompt_index=prompt + row["copy"])
-            row |= {name: other[name] for name in ("prompt_index", "prompt_id", "category")}
     return rows
 
 

@@ -114,6 +114,7 @@ class Answer:
     body: bytes
     kind: str = JSON
     cut: Callable[[], None] | None = None
+    _wire: bytes = b""
 
     @classmethod
     def of(cls, value: Any, status: int = 200) -> Answer:
@@ -127,11 +128,13 @@ class Answer:
 
     def wire(self) -> bytes:
         """Return the answer as bytes on the wire."""
-        head = (
-            f"HTTP/1.1 {self.status} {_REASONS.get(self.status, 'Status')}\r\n"
-            f"Content-Type: {self.kind}\r\nContent-Length: {len(self.body)}\r\n\r\n"
-        )
-        return head.encode() + self.body
+        if not self._wire:
+            head = (
+                f"HTTP/1.1 {self.status} {_REASONS.get(self.status, 'Status')}\r\n"
+                f"Content-Type: {self.kind}\r\nContent-Length: {len(self.body)}\r\n\r\n"
+            )
+            self._wire = head.encode() + self.body
+        return self._wire
 
 
 Handler = Callable[[Request], "Answer | Coroutine[Any, Any, Answer]"]

@@ -98,6 +98,25 @@ def test_after_a_divergence_nothing_is_common(match: str, seed: int, place: int)
     assert found.margin_b == pytest.approx(margin(other, place))
 
 
+@both_matches
+def test_the_same_tokens_after_a_divergence_have_another_history(match: str) -> None:
+    """They match, and their logprobs are compared with nothing."""
+    assert ONE.ids is not None
+    assert ONE.top_ids is not None
+    assert ONE.top_logprobs is not None
+    assert ONE.pieces is not None
+    token = next(t for t in range(300) if len(made.piece_of(t)) == len(ONE.pieces[6]))
+    assert token != ONE.ids[6]
+    other = made.spoken([*ONE.ids[:6], token, *ONE.ids[7:]], ONE.top_logprobs, ONE.top_ids)
+    rows = compare(ONE, other, match)
+    assert rows.index[rows["match"]].tolist() == ([*range(6), *range(7, 24)])
+    assert rows.index[rows["common"]].tolist() == list(range(7))
+    assert rows.index[rows["dlogp"].notna()].tolist() == list(range(6))
+    assert rows.index[rows["kl_nats"].notna()].tolist() == list(range(7))
+    score = agree_summary(rows).all_replies
+    assert (score.n_match, score.n_match_common, score.n_exact) == (23, 6, 6)
+
+
 def margin(answer: made.Answer, place: int) -> float:
     assert answer.top_logprobs is not None
     first, second = sorted(answer.top_logprobs[place], reverse=True)[:2]
@@ -229,16 +248,23 @@ def test_a_divergence_is_found_whatever_the_tokens(
         return
     assert not rows["same_stream"].any()
     differing = rows[rows["common"] & ~rows["match"]]
+    assert len(differing) == 1
+    row = differing.iloc[0]
     # the routes were at the same point where both began a token and one held the difference
     starts = [max(end for end in ends_of(side) if end <= first) for side in (a, b)]
-    meet = min(starts) in ends_of(a) and min(starts) in ends_of(b)
-    assert len(differing) == int(meet)
-    for _, row in differing.iterrows():
-        assert answer.text[min(starts) :].startswith(row["bytes_a"])
-        assert other.text[min(starts) :].startswith(row["bytes_b"])
+    if min(starts) in ends_of(a) and min(starts) in ends_of(b):
+        starts = [min(starts)] * 2
+    else:
+        assert pd.isna(row["kl_nats"])
+    assert answer.text[starts[0] :].startswith(row["bytes_a"])
+    assert other.text[starts[1] :].startswith(row["bytes_b"])
     assert sum(map(len, rows[rows["common"] & rows["match"]]["bytes_a"])) <= first
     (found,) = agree_summary(rows).divergences
-    assert (found.position is None) is differing.empty
+    assert (found.bytes_a, found.bytes_b) == (row["bytes_a"], row["bytes_b"])
+
+
+def four(rows: pd.DataFrame) -> list[list[Any]]:
+    return rows[["bytes_a", "bytes_b", "common", "match"]].to_numpy().tolist()
 
 
 def test_a_longer_token_at_the_divergence_is_a_divergence() -> None:
@@ -246,14 +272,19 @@ def test_a_longer_token_at_the_divergence_is_a_divergence() -> None:
     a = pieces_answer([b"hi", b" ab", b"cd"])
     b = pieces_answer([b"hi", b" abX", b"d"])
     rows = compare(a, b, "text")
-    assert (
-        rows[["bytes_a", "bytes_b", "common", "match"]].to_numpy().tolist()
-        == [
-            [b"hi", b"hi", True, True],
-            [b" ab", b" abX", True, False],
-            [b"cd", b"d", False, False],
-        ][:2]
-    )
+    assert four(rows) == [[b"hi", b"hi", True, True], [b" ab", b" abX", True, False]]
+
+
+def test_a_divergence_within_tokens_that_begin_apart_is_not_lost() -> None:
+    rows = compare(pieces_answer([b"abX"]), pieces_answer([b"a", b"bY"]), "text")
+    assert four(rows) == [[b"abX", b"a", True, False]]
+    rows = compare(pieces_answer([b"ab", b"cX"]), pieces_answer([b"a", b"bcY"]), "text")
+    assert four(rows) == [[b"cX", b"bcY", True, False]]
+    assert rows["kl_nats"].isna().all()
+    ended = replace(pieces_answer([b"ab"]), finish="eos")
+    rows = compare(ended, pieces_answer([b"a", b"bc", b"d"]), "text")
+    assert four(rows) == [[None, b"bc", True, False], [None, b"d", False, False]]
+    assert rows["status_a"].tolist() == ["ended", "ended"]
 
 
 def test_half_characters_are_aligned_as_bytes() -> None:
@@ -270,6 +301,7 @@ def test_a_token_without_bytes_has_no_place() -> None:
     a = pieces_answer([b"a", b"", b"b"])
     b = pieces_answer([b"a", b"b"])
     assert compare(a, b, "text")["bytes_a"].tolist() == [b"a", b"b"]
+    assert compare(a, a, "text")["bytes_a"].tolist() == [b"a", b"b"]
 
 
 def pieces_answer(pieces: list[bytes]) -> made.Answer:
@@ -425,6 +457,8 @@ def test_a_summary_by_hand() -> None:
     assert (score.n_positions, score.n_common, score.n_match_common) == (80, 20 + 20 + 8 + 16, 62)
     assert score.match_share_common == 62 / 64
     assert score.n_dlogp == 62
+    # a token that differs is not exact, though its logprob has the bits of the other's here
+    assert (score.n_logprobs, score.n_exact) == (64, 62 - 11)
     # sums of float32 rounded, hence the tolerance
     assert score.dlogp_max == pytest.approx(0.25, abs=1e-6)
     assert score.dlogp_mean == pytest.approx((10 * 0.125 + 0.25) / 62, abs=1e-6)

@@ -106,7 +106,8 @@ def test_apart_prefills_each_slot_alone_anew() -> None:
             assert displacing.slot == primer.slot == ask.slot
             assert beginnings_differ(displacing, ask)
             assert primer.prompt_ids == ask.prompt_ids
-            assert primer.cache_prompt and ask.cache_prompt
+            assert primer.cache_prompt
+            assert ask.cache_prompt
             assert primer.n_tokens == 1
 
 
@@ -122,7 +123,17 @@ def test_a_prompt_of_one_token_can_be_displaced() -> None:
 def test_a_route_without_ids_is_sent_the_text_and_names_no_slot() -> None:
     one = prepared(WIDE, serving=serving(api="openai", prompt_form="text"))
     assert {ask.prompt_text for ask in one.asks} == {"text number 0"}
+    assert {ask.prompt_ids for ask in one.asks} == {
+        ()
+    }  # how many tokens it makes is its own affair
     assert {ask.slot for ask in one.asks} == {None}
+
+
+def test_a_text_can_be_displaced() -> None:
+    route = serving(api="openai", prompt_form="text")
+    one = prepared(replace(SOLO, cache="cold"), serving=route)
+    assert one.before[0].prompt_text
+    assert one.before[0].prompt_text[0] != str(one.asks[0].prompt_text)[0]
 
 
 def test_a_route_without_logprobs_is_asked_for_none() -> None:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -24,6 +30,9 @@ from routewise.dispatch import (
     read_since,
 )
 from routewise.errors import RoutewiseError
+from routewise.schema import DISPATCH
+
+DOUBLE = Path(__file__).resolve().parent.parent / "servers" / "hrx_double.py"
 
 #: Lines of a real llama-server (-lv 5, GGML_SCHED_DEBUG=2), its prefixes within a line included.
 NODE = (
@@ -203,6 +212,65 @@ def test_a_cut_operation_is_known_by_its_first_letters() -> None:
 def test_families_of_an_environment() -> None:
     assert families_of({"GGML_HRX_DISABLE_DISPATCH": "hip., fused"}) == ("hip.", "fused")
     assert families_of({"GGML_CUDA_FORCE_MMQ": "1"}) == ()
+
+
+# ------------------------------------------------------------------------- a whole life of hrx
+
+NEEDED = {"HSA_USE_SVM": "0", "HSA_USERPTR_FOR_PAGED_MEM": "0", "HRX_ALLOW_NO_SVM": "1"}
+
+
+def run_life(folder: Path, name: str, width: int, **environment: str) -> DispatchSet:
+    """Run one life of the hrx double, ask it at one width, and return what its log names."""
+    model, log = folder / "model.bin", folder / f"{name}.log"
+    model.touch()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, str(DOUBLE), "serve", str(model), "--device", "hrx"]
+    command += ["--port", str(port), "-np", str(width), "--window-ms", "2000"]
+    wanted = {**os.environ, **NEEDED, **HRX.environment, **environment}
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, stderr=stream, env=wanted)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client:
+            while True:
+                assert process.poll() is None, log.read_text()
+                try:
+                    client.get("/health").raise_for_status()
+                    break
+                except httpx.HTTPError:
+                    continue
+
+            def ask(_: int) -> httpx.Response:
+                body = {"prompt": [1, 2, 3], "n_predict": 2}
+                return client.post("/completion", json=body, timeout=60).raise_for_status()
+
+            with ThreadPoolExecutor(width) as pool:
+                list(pool.map(ask, range(width)))
+    finally:
+        process.kill()
+        process.wait()
+    return read_life(log, HRX).dispatches
+
+
+def test_an_arm_of_an_hrx_route_is_judged_by_whole_lives(tmp_path: Path) -> None:
+    bases = [run_life(tmp_path, f"base{i}", 1) for i in range(3)]
+    off = {"GGML_HRX_DISABLE_DISPATCH": "flash_attention_decode_split"}
+    arm = run_life(tmp_path, "arm", 1, **off)
+    family = families_of(off)
+    assert judge_arm(bases, arm, family).counts
+    assert Dispatch("HRX", "", "flash_attention", "single") in arm - bases[0]
+    # misspelt, it switches nothing off
+    misspelt = run_life(tmp_path, "misspelt", 1, GGML_HRX_DISABLE_DISPATCH="flash_atention")
+    assert misspelt == bases[0]
+    assert not judge_arm(bases, misspelt, family).counts
+    # a log that was not asked for shows nothing
+    silent = run_life(tmp_path, "silent", 1, GGML_HRX_LOG_DISPATCH="", **off)
+    assert judge_arm(bases, silent, family).reason.startswith("the arm logged nothing")
+    # another width is another set, and no base of this arm
+    wide = run_life(tmp_path, "wide", 2)
+    assert wide > bases[0]
+    assert not judge_arm([*bases[:2], wide], arm, family).counts
 
 
 # ---------------------------------------------------------------------------------------- table

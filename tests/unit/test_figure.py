@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,16 @@ import numpy as np
 import pandas as pd
 import pytest
 from made_cells import MadeStudy
+from made_serving import MadeServing
 from matplotlib.figure import Figure
 from routewise import figure as drawn
 from routewise.figure import (
+    draw_agree_dlogp,
     draw_delta_by_position,
     draw_flips_and_margins,
     draw_price_by_width,
+    draw_solo_token_kept,
+    draw_states_by_width,
     save_figure,
 )
 from routewise.table import StudyTables, read_tables
@@ -24,12 +29,24 @@ DRAWN: list[tuple[Draw, str]] = [
     (draw_delta_by_position, "replay"),
     (draw_flips_and_margins, "replay"),
     (draw_price_by_width, "cost"),
+    (draw_states_by_width, "replies"),
+    (draw_solo_token_kept, "replies"),
+    (draw_agree_dlogp, "agree"),
 ]
 
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> StudyTables:
-    return read_tables(MadeStudy(tmp_path_factory.mktemp("made")).tables())
+    """Return a study's tables: replay and cost of one, what was served of another."""
+    replayed = read_tables(MadeStudy(tmp_path_factory.mktemp("made")).tables())
+    served = read_tables(MadeServing(tmp_path_factory.mktemp("served")).tables())
+    sweeps = {**replayed.study["sweeps"], **served.study["sweeps"]}
+    return dataclasses.replace(
+        replayed,
+        study={**replayed.study, "sweeps": sweeps},
+        replies=served.replies,
+        agree=served.agree,
+    )
 
 
 def texts(figure: Figure) -> list[str]:
@@ -60,7 +77,9 @@ def test_axes_are_labelled_and_the_caption_has_the_n(
     labels = [
         label for axes in figure.axes for label in (axes.get_xlabel(), axes.get_ylabel()) if label
     ]
-    assert len(labels) >= 3
+    assert len(labels) >= 2
+    assert any(axes.get_xlabel() for axes in figure.axes)
+    assert any(axes.get_ylabel() for axes in figure.axes)
     assert any(text.startswith("n = ") for text in texts(figure))
 
 
@@ -114,3 +133,53 @@ def test_nothing_of_matplotlibs_own_state_is_changed(tables: StudyTables) -> Non
     before = dict(mpl.rcParams)
     draw_price_by_width(tables.cost, tables.study)
     assert dict(mpl.rcParams) == before
+
+
+def test_states_are_drawn_as_counted_with_the_estimate_above(tables: StudyTables) -> None:
+    figure = draw_states_by_width(tables.replies, tables.study)
+    panels = {axes.get_title(loc="left"): axes for axes in figure.axes}
+    assert set(panels) == {"cpu-stock", "cpu-exact"}
+    heights = {
+        name: {float(line.get_ydata()[0]) for line in axes.lines if line.get_marker() in "osD"}
+        for name, axes in panels.items()
+    }
+    assert heights == {"cpu-stock": {3.0}, "cpu-exact": {1.0}}
+    assert any("at most 12 replies a request" in text for text in texts(figure))
+
+
+def test_invalid_replies_are_left_out_of_figures_and_counted(tables: StudyTables) -> None:
+    replies = tables.replies.copy()
+    chosen = (replies["sweep"] == "batched") & (replies["width"] == 4) & (replies["copy"] == 0)
+    replies.loc[replies[chosen].index[:5], "status"] = "invalid"
+    for draw in (draw_states_by_width, draw_solo_token_kept):
+        figure = draw(replies, tables.study)
+        assert any("5 invalid replies are not counted" in text for text in texts(figure))
+
+
+def test_kept_tokens_are_lines_by_length(tables: StudyTables) -> None:
+    figure = draw_solo_token_kept(tables.replies, tables.study)
+    panels = {axes.get_title(loc="left"): axes for axes in figure.axes}
+    exact = [line for line in panels["cpu-exact"].lines if len(line.get_ydata()) == 3]
+    stock = [line for line in panels["cpu-stock"].lines if len(line.get_ydata()) == 3]
+    assert len(exact) == len(stock) == 3
+    assert all((np.asarray(line.get_ydata()) == 100.0).all() for line in exact)
+    assert all(line.get_ydata()[0] > line.get_ydata()[-1] for line in stock)
+    labels = [label.get_text() for label in panels["cpu-stock"].get_xticklabels()]
+    assert labels == ["first 16", "first 32", "all"]
+
+
+def test_gates_are_drawn_with_their_source_and_as_no_verdict(tables: StudyTables) -> None:
+    figure = draw_agree_dlogp(tables.agree, tables.study)
+    found = texts(figure)
+    assert {"mean 0.005", "max 0.06"} <= set(found)
+    assert any("no verdict is made from them" in text and "logprob_agree" in text for text in found)
+    assert any("not arithmetic only" in text for text in found)
+    assert not any("cpu-stock | cpu-stock" in text for text in found)
+
+
+def test_pairs_that_are_equal_everywhere_are_a_figure_too(tables: StudyTables) -> None:
+    equal = tables.agree[
+        (tables.agree["route"] == "cpu-stock|cpu-exact") & (tables.agree["variant"] == "w1")
+    ]
+    figure = draw_agree_dlogp(equal, tables.study)
+    assert any("120 are equal" in text for text in texts(figure))

@@ -22,9 +22,18 @@ import pytest
 from routewise import server as server_module
 from routewise.errors import RoutewiseError
 from routewise.identity import Identity
-from routewise.port import free_port, is_port_free
+from routewise.port import free_port, is_port_free, listening_inodes, socket_inodes
 from routewise.process import server_environment
-from routewise.server import Health, Launch, Server, StopProof, attach, fill_command, serve
+from routewise.server import (
+    Health,
+    Launch,
+    Server,
+    StopProof,
+    attach,
+    fill_command,
+    nvidia_memory_mib,
+    serve,
+)
 from routewise.symptom import MEANINGS
 
 SERVERS = Path(__file__).resolve().parent.parent / "servers"
@@ -97,6 +106,27 @@ def failure(launch: Launch) -> RoutewiseError:
     return caught.value
 
 
+def failure_in_use(launch: Launch, use: Callable[[Server], object]) -> tuple[str, StopProof]:
+    """Return the error that a server's use must end in, and the proof of its end."""
+    servers: list[Server] = []
+
+    def run() -> None:
+        with serve(launch) as server:
+            servers.append(server)
+            use(server)
+
+    with pytest.raises(RoutewiseError) as caught:
+        run()
+    (server,) = servers
+    assert server.proof is not None
+    return str(caught.value), server.proof
+
+
+def pid_of(server: Server) -> int:
+    assert server.pid is not None
+    return server.pid
+
+
 def complete(url: str, n_predict: int = 4) -> dict[str, Any]:
     body = {"prompt": [1, 2, 3], "n_predict": n_predict, "n_probs": 1, "return_tokens": True}
     answer = httpx.post(f"{url}/completion", json=body, timeout=LIMIT_S)
@@ -108,6 +138,15 @@ async def ask(url: str) -> int:
     body = {"prompt": [1, 2, 3], "n_predict": 4}
     async with httpx.AsyncClient(timeout=LIMIT_S) as web:
         return (await web.post(f"{url}/completion", json=body)).status_code
+
+
+def guarded_ask(server: Server) -> None:
+    asyncio.run(server.guard(ask(server.url)))
+
+
+def kill(pid: int, number: int) -> None:
+    os.kill(pid, number)
+    assert gone(pid)
 
 
 def gone(pid: int) -> bool:
@@ -239,8 +278,7 @@ def foreign(launch: MakeLaunch, tmp_path: Path) -> Iterator[Callable[..., int]]:
         argv = [part.replace("{host}", "127.0.0.1") for part in argv]
         process = subprocess.Popen(argv, stderr=subprocess.DEVNULL)
         started.append(process)
-        inodes = server_module.socket_inodes
-        wait_for(lambda: bool(inodes(process.pid) & server_module.listening_inodes(port)))
+        wait_for(lambda: bool(socket_inodes(process.pid) & listening_inodes(port)))
         return port
 
     yield start
@@ -276,13 +314,11 @@ def test_a_port_that_another_server_shares_is_left(
 def test_a_server_that_comes_to_share_the_port_later_is_seen(
     launch: MakeLaunch, foreign: Callable[..., int]
 ) -> None:
-    with (
-        pytest.raises(RoutewiseError, match="another process came to listen") as caught,
-        serve(launch("--share-port")) as server,
-    ):
-        assert server.port is not None
-        foreign("--share-port", port=server.port)
-    assert "ss -ltnp" in str(caught.value)
+    said, _ = failure_in_use(
+        launch("--share-port"), lambda server: foreign("--share-port", port=server.port)
+    )
+    assert "another process came to listen" in said
+    assert "ss -ltnp" in said
 
 
 def test_a_server_that_says_taken_thrice_gets_the_fourth_port(
@@ -380,7 +416,8 @@ def test_death_at_the_start_is_explained(launch: MakeLaunch, meaning: Any) -> No
     line = DEATHS[meaning.name]
     if line is None:
         return
-    error = failure(launch("--die-at-start", line, "--exit-code", "3"))
+    argv = ("sh", "-c", 'echo "$1" >&2; exit 3', "sh", line, "{port}")
+    error = failure(launch(argv=argv))
     assert line in error.problem
     assert "ended at its start (exit code 3)" in error.problem
     assert f"this usually means: {meaning.meaning}" in error.problem
@@ -404,12 +441,10 @@ def test_the_doubles_refuse_what_the_real_ones_refuse(launch: MakeLaunch, tmp_pa
 
 
 def test_death_in_the_middle_of_a_reply_is_noticed(launch: MakeLaunch) -> None:
-    with (
-        pytest.raises(RoutewiseError, match=r"died \(exit code 7\)") as caught,
-        serve(launch("--die-mid-reply", "1", "--exit-code", "7")) as server,
-    ):
-        asyncio.run(server.guard(ask(server.url)))
-    assert "server is listening" in caught.value.problem  # the log's tail
+    said, proof = failure_in_use(launch("--die-mid-reply", "1", "--exit-code", "7"), guarded_ask)
+    assert "died (exit code 7)" in said
+    assert "server is listening" in said  # the log's tail
+    assert proof.clean
 
 
 def test_a_server_killed_while_it_is_asked_is_noticed_at_once(launch: MakeLaunch) -> None:
@@ -419,39 +454,34 @@ def test_a_server_killed_while_it_is_asked_is_noticed_at_once(launch: MakeLaunch
         os.kill(pid, signal.SIGKILL)
         await asyncio.Event().wait()
 
-    with pytest.raises(RoutewiseError, match="SIGKILL"), serve(launch()) as server:
-        assert server.pid is not None
-        asyncio.run(server.guard(kill_and_wait(server.pid)))
-    assert server.proof is not None
-    assert server.proof.exit_code == -signal.SIGKILL
+    said, proof = failure_in_use(
+        launch(), lambda server: asyncio.run(server.guard(kill_and_wait(pid_of(server))))
+    )
+    assert "died (signal 9 (SIGKILL)" in said
+    assert proof.exit_code == -signal.SIGKILL
 
 
 def test_a_death_between_two_requests_is_noticed(launch: MakeLaunch) -> None:
-    with pytest.raises(RoutewiseError, match="died") as caught, serve(launch()) as server:
-        assert server.pid is not None
-        os.kill(server.pid, signal.SIGSEGV)
-        assert gone(server.pid)
+    def use(server: Server) -> None:
+        kill(pid_of(server), signal.SIGSEGV)
         server.check()
-    assert "the server crashed" in caught.value.problem
+        pytest.fail("it was not noticed")
+
+    said, _ = failure_in_use(launch(), use)
+    assert "died" in said
+    assert "the server crashed" in said
 
 
 def test_a_death_that_nobody_looked_for_is_noticed_at_the_end(launch: MakeLaunch) -> None:
-    with pytest.raises(RoutewiseError, match="died"), serve(launch()) as server:
-        assert server.pid is not None
-        os.kill(server.pid, signal.SIGKILL)
-        assert gone(server.pid)
+    said, _ = failure_in_use(launch(), lambda server: kill(pid_of(server), signal.SIGKILL))
+    assert "died" in said
 
 
 def test_a_wedged_server_is_noticed_though_it_is_healthy(launch: MakeLaunch) -> None:
-    with (
-        pytest.raises(RoutewiseError, match="no progress for") as caught,
-        serve(launch("--wedged", "1", stall_s=0.3)) as server,
-    ):
-        assert server.ask_health() == 200
-        asyncio.run(server.guard(ask(server.url)))
-    assert "still says 200" in caught.value.problem
-    assert server.proof is not None
-    assert server.proof.clean
+    said, proof = failure_in_use(launch("--wedged", "1", stall_s=0.3), guarded_ask)
+    assert "no progress for" in said
+    assert "still says 200" in said
+    assert proof.clean
 
 
 def test_a_slow_server_that_moves_is_not_stalled(launch: MakeLaunch) -> None:
@@ -479,7 +509,7 @@ def test_work_is_guarded_in_vain_after_the_stop(launch: MakeLaunch) -> None:
 
     with serve(launch()) as server:
         server.stop()
-        with pytest.raises(RoutewiseError):
+        with pytest.raises(RoutewiseError, match="was stopped"):
             asyncio.run(server.guard(wait()))
 
 
@@ -496,8 +526,8 @@ def probe(url):
     httpx.post(url + "/completion", json=body, timeout=60).raise_for_status()
 
 with serve(Launch(argv=tuple(sys.argv[2:]), log=Path(sys.argv[1]), probe=probe)) as server:
-    print(server.pid, server.port, server._process.keeper.pid, flush=True)
     try:
+        print(server.pid, server.port, server._process.keeper.pid, flush=True)
         sys.stdin.read()
     finally:
         print("leaving", flush=True)
@@ -560,14 +590,16 @@ def test_a_job_that_ends_by_itself_stops_its_server(launch: MakeLaunch, temporar
 
 
 def test_a_server_whose_keeper_is_killed_ends_too(launch: MakeLaunch) -> None:
-    with pytest.raises(RoutewiseError, match="died"), serve(launch()) as server:
+    def use(server: Server) -> None:
         assert server._process is not None
-        assert server.pid is not None
         server._process.keeper.kill()
-        assert gone(server.pid)
+        assert gone(pid_of(server))
         server.check()
-    assert server.proof is not None
-    assert server.proof.clean
+        pytest.fail("it was not noticed")
+
+    said, proof = failure_in_use(launch(), use)
+    assert "died (exit code unknown)" in said
+    assert proof.clean
 
 
 def test_keeper_and_job_killed_at_once_leave_no_server(launch: MakeLaunch, temporary: Path) -> None:
@@ -639,7 +671,7 @@ def test_an_unknown_placeholder_is_named() -> None:
 
 
 def test_a_template_without_a_port_is_refused() -> None:
-    with pytest.raises(RoutewiseError, match="names no {port}"):
+    with pytest.raises(RoutewiseError, match=r"names no \{port\}"):
         fill_command(["serve", "-p", "8080"], {})
 
 
@@ -721,6 +753,28 @@ def test_device_memory_that_does_not_come_back(
     assert "device_memory_free=False" in caught.value.problem
 
 
+def test_memory_in_use_is_what_nvidia_smi_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    tool = tmp_path / "nvidia-smi"
+
+    def says(text: str) -> None:
+        tool.write_text(f"#!/bin/sh\n{text}\n")
+        tool.chmod(0o755)
+
+    says('case "$*" in *"-i 1") echo 30;; *) printf "500\\n30\\n";; esac')
+    assert nvidia_memory_mib() == 530
+    assert nvidia_memory_mib("1") == 30
+    says("echo '[N/A]'")
+    assert nvidia_memory_mib() is None
+    says("echo no devices were found >&2; exit 6")
+    assert nvidia_memory_mib() is None
+    tool.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert nvidia_memory_mib() is None
+
+
 # --------------------------------------------------------------------------------------- endpoints
 
 
@@ -738,18 +792,23 @@ def test_an_endpoint_is_used_and_never_stopped(foreign: Callable[..., int]) -> N
 
 
 def test_an_endpoint_that_is_not_there() -> None:
-    with pytest.raises(RoutewiseError, match="not ready after") as caught:
-        with attach(f"http://127.0.0.1:{free_port()}", probe, limit_s=0.3):
-            pytest.fail("it is there")
+    url = f"http://127.0.0.1:{free_port()}"
+    with (
+        pytest.raises(RoutewiseError, match="not ready after") as caught,
+        attach(url, probe, limit_s=0.3),
+    ):
+        pytest.fail("it is there")
     assert "did not answer" in caught.value.problem
 
 
 def test_an_endpoint_of_another_model(foreign: Callable[..., int], tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{foreign()}"
     asked = Identity(model=tmp_path / "asked.gguf")
-    with pytest.raises(RoutewiseError, match="not the one asked for"):
-        with attach(url, probe, identity=asked):
-            pytest.fail("it is another")
+    with (
+        pytest.raises(RoutewiseError, match="not the one asked for"),
+        attach(url, probe, identity=asked),
+    ):
+        pytest.fail("it is another")
 
 
 def test_an_endpoint_that_stops_moving(foreign: Callable[..., int]) -> None:

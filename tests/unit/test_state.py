@@ -122,6 +122,7 @@ def test_bytes_cut_elsewhere_are_another_state(a: list[bytes], b: list[bytes]) -
         ([b"ab", b"c"], [b"a", b"bc"]),
         ([b"abc"], [b"abc", b""]),
         ([1, 2], [b"\x01", b"\x02"]),
+        ([0, 0], [b"", b""]),
         ([1], [b"\x01\0\0\0\0\0\0\0"]),
     ],
 )
@@ -329,7 +330,7 @@ def test_the_spread_is_that_of_the_worst_pair(form: str, picks: list[int]) -> No
 
 
 def test_a_spread_reports_what_it_could_not_see() -> None:
-    rows = [made.make_row(made.with_status(SOLO, 2, way)) for way in ("null", "sentinel")]
+    rows = [made.make_row(made.with_status(SOLO, 2, way)) for way in ("null", "missing")]
     spread = spread_of(table(rows))
     assert (spread.n_positions, spread.n_not_ok) == (48, 2)
     assert spread.delta_max == 0.0

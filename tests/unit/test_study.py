@@ -12,10 +12,11 @@ import pytest
 import yaml
 from routewise.engine import Settings
 from routewise.errors import RoutewiseError
+from routewise.route import CLAIM_DEFAULTS, HEALTH_DEFAULTS, ROUTE_DEFAULTS
 from routewise.study import (
     COST_DEFAULTS,
     REPLAY_DEFAULTS,
-    ROUTE_DEFAULTS,
+    SWEEP_DEFAULTS,
     Study,
     check_study,
     read_study,
@@ -119,10 +120,8 @@ def test_every_kept_study_is_good(repository: Path, monkeypatch: pytest.MonkeyPa
 def test_what_is_left_out_has_its_default(document: Document, root: Path) -> None:
     study = check_study(document, "s", root)
     route = study.routes["cpu-stock"]
-    settings = {**ROUTE_DEFAULTS}
-    for key in ("reference", "env"):
-        settings.pop(key)
-    assert route.settings == Settings(**settings)
+    named = ("context", "micro_batch", "threads", "flash_attention", "kv_type")
+    assert route.settings == Settings(**{key: ROUTE_DEFAULTS[key] for key in named})
     assert (route.reference, route.env) == (None, {})
     assert study.routes["cpu-exact"].reference == "cpu-stock"
     assert study.replay == {**REPLAY_DEFAULTS, **document["sweeps"]["replay"]}
@@ -133,7 +132,8 @@ def test_what_is_left_out_has_its_default(document: Document, root: Path) -> Non
 
 def test_the_defaults_are_those_that_the_reference_documents(repository: Path) -> None:
     text = (repository / "config" / "README.md").read_text()
-    for name in (*ROUTE_DEFAULTS, *REPLAY_DEFAULTS, *COST_DEFAULTS):
+    sweeps = [key for defaults in SWEEP_DEFAULTS.values() for key in defaults]
+    for name in (*ROUTE_DEFAULTS, *CLAIM_DEFAULTS, *HEALTH_DEFAULTS, *sweeps):
         assert f"`{name}`" in text, name
 
 
@@ -350,7 +350,7 @@ MISTAKES: dict[str, tuple[str, object, list[str]]] = {
         [4],
         [REPLAY, "'widhts' was unexpected", "did you mean 'widths'?"],
     ),
-    "quite unknown key": ("routes.cpu-stock.zzz", 1, ["'zzz'", "known keys: build, reference"]),
+    "quite unknown key": ("routes.cpu-stock.zzz", 1, ["'zzz'", "known keys: build, command"]),
     "unknown section": ("route", {}, ["the study", "'route'", "did you mean 'routes'?"]),
     "unknown sweep": ("sweeps.repley", {}, ["sweeps", "'repley'", "did you mean 'replay'?"]),
     "unknown source key": (

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 from made_cells import MadeStudy
+from made_serving import MadeServing
 from routewise.digest import canonical_json
 from routewise.receipt import build_receipt, receipt_json
 from routewise.summary import closing_line, gate_lines, gate_of, print_summary
@@ -130,3 +132,25 @@ def test_a_script_without_its_input_says_what_to_do(tmp_path: Path) -> None:
     failed = run("build_tables", "--study", "{", "--tables", tmp_path)
     assert failed.returncode == 2
     assert "not JSON" in failed.stderr
+
+
+def test_the_scripts_draw_what_was_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = MadeServing(tmp_path)
+    made.declared["sweeps"]["agree"]["routes"] = ["cpu-stock", "cpu-exact"]
+    made.declared["sweeps"]["batched"]["routes"] = ["cpu-stock"]
+    del made.declared["sweeps"]["repeat"]
+    tables = made.tables()
+    for name, table in (
+        ("states_by_width", "replies"),
+        ("solo_token_kept", "replies"),
+        ("agree_dlogp", "agree"),
+    ):
+        script = SCRIPTS / f"draw_{name}.py"
+        svg, png = (tmp_path / "figures" / f"{name}.{suffix}" for suffix in ("svg", "png"))
+        arguments = [f"--{table}", tables / f"{table}.parquet", "--svg", svg, "--png", png]
+        monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(script), run_name="__main__")
+        assert ended.value.code == 0
+        assert svg.read_bytes().startswith(b"<?xml")
+        assert png.read_bytes().startswith(b"\x89PNG")

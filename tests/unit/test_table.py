@@ -6,6 +6,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 from made_cells import MadeStudy, provenance, study, write_cell
+from made_serving import MODEL, MadeServing
+from made_serving import study as serving_study
 from routewise import schema
 from routewise.errors import RoutewiseError
 from routewise.schema import CELLS, STUDY_TABLES
@@ -48,7 +50,7 @@ def test_the_order_of_the_cell_files_does_not_matter(made: MadeStudy, tmp_path: 
     paths = made.write()
     for name, order in (("one", paths), ("two", paths[::-1] + paths[:1])):
         write_tables(tmp_path / name, made.declared, build_tables(made.declared, order))
-    for name in ("cells", "replay", "plain", "cost"):
+    for name in ("cells", "replay", "plain", "cost", "replies", "agree", "dispatch"):
         one, two = (tmp_path / folder / f"{name}.parquet" for folder in ("one", "two"))
         assert one.read_bytes() == two.read_bytes()
 
@@ -158,3 +160,61 @@ def test_a_made_cell_is_a_real_one(made: MadeStudy, tmp_path: Path) -> None:
     table, document = schema.read_table(path, "plain")
     assert table.num_rows == len(rows)
     assert document["table"] == "plain"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return MadeServing(tmp_path_factory.mktemp("served")).tables()
+
+
+def test_replies_and_pairs_are_found_by_their_sweep(served: Path) -> None:
+    tables = read_tables(served)
+    solo = tables.find("cpu-exact", MODEL, "solo", "repeat")
+    assert solo is not None
+    assert set(tables.rows_of(solo)["sweep"]) == {"repeat"}
+    capture = tables.find("cpu-exact", MODEL, "p1", "agree")
+    batched = tables.find("cpu-exact", MODEL, "p1", "batched")
+    pair = tables.find("cpu-stock|cpu-exact", MODEL, "w1", "agree")
+    assert capture is not None
+    assert batched is not None
+    assert pair is not None
+    assert len({capture.path, batched.path, pair.path}) == 3
+    assert "token_id_a" in tables.rows_of(pair)
+    assert "token_ids" in tables.rows_of(capture)
+    assert pair.fingerprint is not None
+    assert pair.fingerprint.split("|")[1] == capture.fingerprint
+    assert tables.find("cpu-exact", MODEL, "solo") is None
+    assert tables.replay.empty
+
+
+def test_replies_are_read_without_their_lists_of_lists(served: Path) -> None:
+    rows, declared = read_rows(served / "replies.parquet", "replies")
+    assert "token_ids" in rows
+    assert "top_ids" not in rows
+    assert declared == serving_study()
+    assert "top_ids" in pq.read_schema(served / "replies.parquet").names
+
+
+def test_tables_from_before_there_were_servers_are_read(made: MadeStudy) -> None:
+    folder = made.tables()
+    for name in ("replies", "agree", "dispatch"):
+        (folder / f"{name}.parquet").unlink()
+    tables = read_tables(folder)
+    assert tables.replies.empty
+    assert {"sweep", "busy_per_decode"} <= set(tables.replies.columns)
+    assert tables.agree.empty
+
+
+def test_a_serving_study_without_its_replies_is_not_read(tmp_path: Path) -> None:
+    declared = serving_study()
+    write_tables(tmp_path, declared, build_tables(declared, []))
+    read_tables(tmp_path)
+    (tmp_path / "replies.parquet").unlink()
+    with pytest.raises(RoutewiseError, match=r"replies\.parquet: no such file"):
+        read_tables(tmp_path)
+
+
+def test_what_serves_is_found_as_build_command_or_endpoint() -> None:
+    for kind in ("build", "command", "endpoint"):
+        told = {"build": None, kind: {"fingerprint": kind}}
+        assert build_of(told, "any") == {"fingerprint": kind}

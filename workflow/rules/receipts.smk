@@ -4,11 +4,19 @@ RECEIPT = str(FOLDER / "receipt.json")
 RECEIPT_MARKDOWN = str(FOLDER / "receipt.md")
 TABLES = {
     name: str(FOLDER / "tables" / f"{name}.parquet")
-    for name in ("cells", "replay", "plain", "cost")
+    for name in ("cells", "replay", "plain", "cost", "replies", "agree", "dispatch")
+}
+#: The table that each figure is drawn from, and the sweep that fills it.
+DRAWN_FROM = {
+    "delta_by_position": ("replay", "replay"),
+    "flips_and_margins": ("replay", "replay"),
+    "price_by_width": ("cost", "cost"),
+    "states_by_width": ("replies", "batched"),
+    "solo_token_kept": ("replies", "batched"),
+    "agree_dlogp": ("agree", "agree"),
 }
 FIGURE_NAMES = [
-    *(["delta_by_position", "flips_and_margins"] if STUDY.replay else []),
-    *(["price_by_width"] if STUDY.cost else []),
+    name for name, (_, sweep) in DRAWN_FROM.items() if sweep in STUDY.sweeps
 ]
 FIGURES = [
     str(FOLDER / "figures" / f"{name}.{suffix}")
@@ -25,7 +33,7 @@ rule build_tables:
     log:
         str(RESULTS / "logs" / "build_tables" / f"{STUDY.name}.log"),
     params:
-        study=study_json(STUDY),
+        study=lambda w: study_json(STUDY),  # as a function: commands hold braces
         folder=str(FOLDER / "tables"),
     conda:
         "../../envs/measure.yaml"
@@ -51,48 +59,22 @@ rule write_receipt:
         " --markdown {output.markdown} > {log} 2>&1"
 
 
-rule draw_delta_by_position:
+rule draw_figure:
     input:
-        TABLES["replay"],
+        lambda w: TABLES[DRAWN_FROM[w.figure][0]],
     output:
-        svg=str(FOLDER / "figures" / "delta_by_position.svg"),
-        png=str(FOLDER / "figures" / "delta_by_position.png"),
+        svg=str(FOLDER / "figures" / "{figure}.svg"),
+        png=str(FOLDER / "figures" / "{figure}.png"),
     log:
-        str(RESULTS / "logs" / "draw_delta_by_position" / f"{STUDY.name}.log"),
+        str(RESULTS / "logs" / "draw_figure" / f"{STUDY.name}.{{figure}}.log"),
+    wildcard_constraints:
+        figure=one_of(FIGURE_NAMES),
+    params:
+        table=lambda w: DRAWN_FROM[w.figure][0],
     conda:
         "../../envs/measure.yaml"
     shell:
-        "python {SCRIPTS}/draw_delta_by_position.py --replay {input} --svg {output.svg}"
-        " --png {output.png} > {log} 2>&1"
-
-
-rule draw_flips_and_margins:
-    input:
-        TABLES["replay"],
-    output:
-        svg=str(FOLDER / "figures" / "flips_and_margins.svg"),
-        png=str(FOLDER / "figures" / "flips_and_margins.png"),
-    log:
-        str(RESULTS / "logs" / "draw_flips_and_margins" / f"{STUDY.name}.log"),
-    conda:
-        "../../envs/measure.yaml"
-    shell:
-        "python {SCRIPTS}/draw_flips_and_margins.py --replay {input} --svg {output.svg}"
-        " --png {output.png} > {log} 2>&1"
-
-
-rule draw_price_by_width:
-    input:
-        TABLES["cost"],
-    output:
-        svg=str(FOLDER / "figures" / "price_by_width.svg"),
-        png=str(FOLDER / "figures" / "price_by_width.png"),
-    log:
-        str(RESULTS / "logs" / "draw_price_by_width" / f"{STUDY.name}.log"),
-    conda:
-        "../../envs/measure.yaml"
-    shell:
-        "python {SCRIPTS}/draw_price_by_width.py --cost {input} --svg {output.svg}"
+        "python {SCRIPTS}/draw_{wildcards.figure}.py --{params.table} {input} --svg {output.svg}"
         " --png {output.png} > {log} 2>&1"
 
 

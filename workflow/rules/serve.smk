@@ -1,5 +1,8 @@
 # The serving sweeps: one job per server configuration starts it, asks it, and proves it gone; then
 # routes are compared pair by pair, from their replies alone.
+GPU_DEVICES = ("cuda", "hip", "hrx", "vulkan")
+
+
 def serve_of(wildcards):
     """Return the plan of the serving cell that the wildcards name."""
     name = f"{wildcards.sweep}.{wildcards.route}.{wildcards.model}.{wildcards.variant}.parquet"
@@ -27,7 +30,12 @@ rule measure_serving:
     input:
         unpack(serve_inputs),
     output:
-        str(RESULTS / "cells" / "{digest}" / "{sweep}.{route}.{model}.{variant}.parquet"),
+        str(
+            RESULTS
+            / "cells"
+            / "{digest}"
+            / "{sweep}.{route}.{model}.{variant}.parquet"
+        ),
     log:
         str(
             RESULTS
@@ -44,6 +52,10 @@ rule measure_serving:
         script=lambda w: serving_script(w.sweep),
         code=lambda w: PLAN.code[serving_script(w.sweep)],
     threads: lambda w: STUDY.routes[w.route].settings.threads
+    resources:
+        # counted, so that no job is started only to wait; what decides is the claim
+        gpu=lambda w: int(STUDY.routes[w.route].serving.device in GPU_DEVICES),
+        npu=lambda w: int(STUDY.routes[w.route].serving.device == "npu"),
     conda:
         "../../envs/measure.yaml"
     priority: 1  # verdicts before prices

@@ -11,6 +11,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from routewise.claim import run_under_hold
 from routewise.cost import CostCell, measure_cost, serve_arm
 from routewise.errors import report_errors
 from routewise.model import read_model
@@ -32,6 +33,8 @@ def main(
         serve_arm(arm, model, cell.depth, max(cell.widths), cell.seed, parent)
         return
     end_with_snakemake()
+    for claim in cell.claims:
+        run_under_hold(claim, f"cost {cell.model}")
     print(f"cost {cell.model}: writing {output}")
     measure_cost(cell, model, asdict(read_model(model)), code_digest, output, Path(__file__))
 

@@ -62,8 +62,9 @@ def agree_rows(a: Rows, b: Rows, same_weights: bool, match: str) -> pa.Table:
         Whether both routes load the same weights: what ``arithmetic_only`` says in every row.
     match
         ``ids``: token i of one reply stands beside token i of the other. ``text``: two tokens
-        stand beside each other where both start and end at the same byte of their replies, and
-        where both start at the same byte and hold the first byte that differs; a token without
+        stand beside each other where both start and end at the same byte of their replies. At the
+        first byte that differs the tokens that start together and reach it do, and where none do,
+        the two that hold it (without a KL: the routes were not at the same point). A token without
         bytes has no place. ``position`` then is that of the token in ``a``.
 
     A reply that ended by itself has ended where the other goes on: these rows have the status
@@ -161,7 +162,12 @@ def _compare(row_a: Mapping[str, Any], row_b: Mapping[str, Any], match: str) -> 
         n_common, same_stream = 1, a.text == b.text
     else:
         at_a, at_b, n_common, same_stream = _align_by_bytes(a, b)
-    return _columns(a, b, at_a, at_b, n_common, same_stream)
+    columns = _columns(a, b, at_a, at_b, n_common, same_stream)
+    if match == "text":
+        apart = _taken(a.starts, at_a, -1) != _taken(b.starts, at_b, -1)
+        known = zip(apart.tolist(), columns["kl_nats"], strict=True)
+        columns["kl_nats"] = [None if began_apart else kl for began_apart, kl in known]
+    return columns
 
 
 def _align_by_ids(a: _Stream, b: _Stream) -> tuple[Integers, Integers, int, bool]:
@@ -203,10 +209,25 @@ def _align_by_bytes(a: _Stream, b: _Stream) -> tuple[Integers, Integers, int, bo
         for place, (start, _) in _spans(longer):
             if start >= n:
                 pairs.append((start, -1, place) if longer is b else (start, place, -1))
+    if first is not None and not any(_differs(a, b, pair) for pair in pairs if pair[0] <= first):
+        # tokens that begin apart hold the difference
+        place_a, place_b = _holder(a, first), _holder(b, first)
+        start = a.starts[place_a] if place_a >= 0 else b.starts[place_b]
+        pairs.append((int(start), place_a, place_b))
     pairs.sort()
     n_common = sum(first is None or start <= first for start, _, _ in pairs)
     at = np.array([pair[1:] for pair in pairs], np.int64).reshape(-1, 2)
     return at[:, 0], at[:, 1], n_common, first is None
+
+
+def _differs(a: _Stream, b: _Stream, pair: tuple[int, int, int]) -> bool:
+    _, place_a, place_b = pair
+    return place_a < 0 or place_b < 0 or bool(a.keys[place_a] != b.keys[place_b])
+
+
+def _holder(stream: _Stream, byte: int) -> int:
+    """Return the place of the token that holds a byte, -1 past the end."""
+    return int(np.searchsorted(stream.ends, byte, side="right")) if byte < len(stream.text) else -1
 
 
 def _spans(stream: _Stream) -> Iterable[tuple[int, tuple[int, int]]]:
@@ -428,13 +449,12 @@ class Divergence:
     """Where the replies to one request first differ, and how sure each route was there.
 
     Margins are top-1 minus top-2 logprob, None without a top list of two. A token is None where
-    that reply has ended. ``position`` and all else is None where the tokens around the first
-    difference start at different bytes, so that the routes were never at the same point there.
+    that reply has ended.
     """
 
     prompt_id: str
     copy: int
-    position: int | None
+    position: int
     token_id_a: int | None
     token_id_b: int | None
     bytes_a: bytes | None
@@ -573,24 +593,21 @@ def _worst(common: pd.DataFrame, dlogp: pd.Series) -> Worst | None:
 
 
 def _divergences(frame: pd.DataFrame) -> tuple[Divergence, ...]:
-    found = []
-    for _, rows in frame.groupby(["prompt_index", "prompt_id", "copy"]):
-        differing = rows[rows["common"].astype(bool) & ~rows["match"].astype(bool)]
-        row: Mapping[Any, Any] = {} if differing.empty else differing.iloc[0].to_dict()
-        found.append(
-            Divergence(
-                prompt_id=str(rows["prompt_id"].iloc[0]),
-                copy=int(rows["copy"].iloc[0]),
-                position=_whole(row.get("position")),
-                token_id_a=_whole(row.get("token_id_a")),
-                token_id_b=_whole(row.get("token_id_b")),
-                bytes_a=row.get("bytes_a"),
-                bytes_b=row.get("bytes_b"),
-                margin_a=_number(row.get("margin_a")),
-                margin_b=_number(row.get("margin_b")),
-            )
+    differing = frame[frame["common"].astype(bool) & ~frame["match"].astype(bool)]
+    return tuple(
+        Divergence(
+            prompt_id=str(row["prompt_id"]),
+            copy=int(row["copy"]),
+            position=int(row["position"]),
+            token_id_a=_whole(row["token_id_a"]),
+            token_id_b=_whole(row["token_id_b"]),
+            bytes_a=row["bytes_a"],
+            bytes_b=row["bytes_b"],
+            margin_a=_number(row["margin_a"]),
+            margin_b=_number(row["margin_b"]),
         )
-    return tuple(found)
+        for row in differing.sort_values(["prompt_index", "copy"]).to_dict("records")
+    )
 
 
 def _number(value: Any) -> float | None:

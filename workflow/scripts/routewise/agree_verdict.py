@@ -40,8 +40,9 @@ def judge_agree(
 
     ``rows`` are one cell's of schema.AGREE; ``prompts`` those that the routes were asked;
     ``witnesses`` say by route what :func:`witness_of` said of the replies, which counts above
-    width 1. Common positions are compared: a position differs where the token does, or the bits of
-    its logprob. The largest |Δ logprob| and the published gates are measures, and decide nothing.
+    width 1. Common positions are compared: a position of a prompt differs where the token does in
+    any copy, or the bits of its logprob. The largest |Δ logprob| and the published gates are
+    measures, and decide nothing.
     """
     common = rows[rows["common"].astype(bool)]
     match = common["match"].astype(bool)
@@ -52,9 +53,9 @@ def judge_agree(
     observable = _agree_observable(common, int(unseen.sum()), len(differing) > 0)
     n = {
         "prompts": score.n_prompts,
-        "positions": len(common),
-        "differing": len(differing),
-        "flips": int((~match).sum()),
+        "positions": _n_places(common),
+        "differing": _n_places(differing),
+        "flips": _n_places(common[~match]),
         "replies": score.n_replies,
         "differing_replies": score.n_replies - score.n_same_stream,
         "aligned": score.n_positions,
@@ -106,7 +107,7 @@ def judge_agree(
         return judged(UNOBSERVABLE, ["no position of both routes has the same history"])
     notes = []
     if summary.arithmetic_only is False:
-        notes.append("not arithmetic only: one route loads weights that were quantized anew")
+        notes.append("not arithmetic only")
     if unseen.any():
         notes.append(
             f"{int(unseen.sum())} of {len(common)} positions lack a logprob on one side: "
@@ -117,6 +118,11 @@ def judge_agree(
     if blind:
         return judged(UNOBSERVABLE, [f"equal, but {blind[0]}"])
     return judged(EXACT, notes)
+
+
+def _n_places(rows: pd.DataFrame) -> int:
+    """Return how many positions of prompts rows are of: each once, however many copies."""
+    return len(rows.drop_duplicates(["prompt_index", "position"]))
 
 
 def _witness_gaps(witnesses: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[str]]:

@@ -113,9 +113,10 @@ def prepare_round(
     first_slot = round_index % block.parallel if block.width == 1 else 0
 
     def ask(copy: int, ids: Sequence[int], text: str | None, n: int) -> Ask:
+        as_text = serving.speech.prompt_form == "text"
         return Ask(
-            prompt_ids=tuple(ids),
-            prompt_text=text if serving.speech.prompt_form == "text" else None,
+            prompt_ids=() if as_text else tuple(ids),  # its own tokenizer may count otherwise
+            prompt_text=text if as_text else None,
             n_tokens=n,
             n_probs=n_probs if serving.speech.logprobs else 0,
             cache_prompt=cached,
@@ -162,7 +163,8 @@ def _displacing(ask: Ask) -> Ask:
 
     Its first token is another one of the same prompt, so that the two have no common beginning.
     """
+    if ask.prompt_text is not None:
+        return replace(ask, prompt_text="?" if ask.prompt_text.startswith("~") else "~")
     first = ask.prompt_ids[0]
     other = next((token for token in ask.prompt_ids if token != first), first + 1)
-    text = None if ask.prompt_text is None else f"~{ask.prompt_text[:1]}"
-    return replace(ask, prompt_ids=(other,), prompt_text=text)
+    return replace(ask, prompt_ids=(other,))

@@ -280,6 +280,15 @@ def hold_device(
         )
 
 
+def _forget_in_child() -> None:
+    global _own_claims_lock
+    _own_claims_lock = threading.Lock()  # another thread may have had it at the fork
+    _own_claims.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
 def claims_folder() -> Path:
     """Return the folder of the ledgers: ``ROUTEWISE_CLAIMS``, or one that every host has.
 

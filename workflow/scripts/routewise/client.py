@@ -61,7 +61,8 @@ class Round:
     """Replies of requests that were released together, in the order of the asks.
 
     Times are ns after the barrier opened, which was at ``barrier_ns`` of time.perf_counter_ns.
-    ``release_spread_ms`` is the last release minus the first. The witness is None where the route has none, and where it cannot tell.
+    ``release_spread_ms`` is the last release minus the first. The witness (passes of the server,
+    and slots busy in a pass) is None where the route has none, and where it cannot tell.
     """
 
     replies: list[Reply]
@@ -226,7 +227,9 @@ class Client:
         return await self.complete(tiny_ask(self.speech), limit_s)
 
     def _lane(self) -> httpx.AsyncHTTPTransport:
-        limits = httpx.Limits(1, 1, keepalive_expiry=_KEEP_ALIVE_S)
+        limits = httpx.Limits(
+            max_connections=1, max_keepalive_connections=1, keepalive_expiry=_KEEP_ALIVE_S
+        )
         return httpx.AsyncHTTPTransport(verify=self._tls, limits=limits, trust_env=False)
 
     async def _close(self) -> None:
@@ -428,10 +431,10 @@ def base_of(url: str) -> str:
     Raises RoutewiseError where it is no http address.
     """
     try:
-        scheme = httpx.URL(url).scheme
+        address = httpx.URL(url)
     except httpx.InvalidURL:
-        scheme = ""
-    if scheme not in ("http", "https"):
+        address = httpx.URL("")
+    if address.scheme not in ("http", "https") or not address.host:
         raise RoutewiseError(
             f"{url!r} is no address of a server", "write it as http://127.0.0.1:8080"
         )

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from routewise.claim import ClaimSpec, Held, hold_device
 from routewise.engine import Context, Settings, check_identity, load_engine
 from routewise.errors import RoutewiseError
 from routewise.machine import (
@@ -65,6 +66,7 @@ class CostCell:
     depth: int
     rounds: int
     warmup: int
+    claims: tuple[ClaimSpec, ...] = ()  # of the arms' devices, whole; in the order of their names
     seed: int = 1
 
     @classmethod
@@ -74,7 +76,12 @@ class CostCell:
             Arm(a["route"], Path(a["build"]), Settings(**a["settings"]), a["env"])
             for a in document["arms"]
         )
-        return cls(**{**document, "arms": arms, "widths": tuple(document["widths"])})
+        claims = tuple(
+            ClaimSpec(**{k: tuple(v) if isinstance(v, list) else v for k, v in claim.items()})
+            for claim in document["claims"]
+        )
+        widths = tuple(document["widths"])
+        return cls(**{**document, "arms": arms, "widths": widths, "claims": claims})
 
     def document(self) -> dict[str, Any]:
         """Return the cell as plain values, for JSON."""
@@ -168,6 +175,13 @@ def _time_pass(context: Context, tokens: list[int], depth: int, width: int) -> i
 
 
 @contextmanager
+def _claims(cell: CostCell) -> Iterator[list[Held]]:
+    with ExitStack() as stack:
+        label = f"cost {cell.model}"
+        yield [stack.enter_context(hold_device(spec, label)) for spec in cell.claims]
+
+
+@contextmanager
 def _workers(cell: CostCell, model: Path, script: Path) -> Iterator[list[Worker]]:
     with ExitStack() as stack:
         workers = []
@@ -188,10 +202,13 @@ def measure_cost(
     output: Path,
     script: Path,
 ) -> None:
-    """Measure a cost cell and write it to ``output``; ``script`` is what a worker is started by."""
-    started_at = datetime.now(UTC)
+    """Measure a cost cell and write it to ``output``; ``script`` is what a worker is started by.
+
+    The devices of all arms are held for it, so that nobody else who claims them runs beside it.
+    """
     samples: list[dict[str, Any]] = []
-    with _workers(cell, model, script) as workers:
+    with _claims(cell) as claims, _workers(cell, model, script) as workers:
+        started_at = datetime.now(UTC)
         described = {w.arm.route: w.ask({"do": "describe"}) for w in workers}
         for width in cell.widths:
             for _ in range(cell.warmup):
@@ -236,6 +253,9 @@ def measure_cost(
         "invalid_reasons": [],
         "model": model_record,
         "machine": describe_machine(),
+        "claims": [
+            {"device": held.device, "wait_s": held.wait_s, "hold_s": held.hold_s} for held in claims
+        ],
         "code_digest": code_digest,
         "started_at": started_at.isoformat(timespec="seconds"),
         "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),

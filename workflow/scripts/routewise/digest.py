@@ -20,6 +20,9 @@ RULES_VERSION = 1
 # A file changed within this time of its last stamp could change again without a new stamp.
 _RACY_NS = 2_000_000_000
 
+#: Hex digits of a digest that stands in a path.
+DIGEST_LENGTH = 16
+
 
 def sha256_bytes(data: bytes) -> str:
     """Return the SHA-256 of ``data`` in hex."""

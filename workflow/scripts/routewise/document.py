@@ -41,6 +41,7 @@ def receipt_markdown(receipt: Mapping[str, Any]) -> str:
         *_repetition(receipt),
         *_batches(receipt),
         *_agreement(receipt),
+        *_dispatch(receipt),
         *_controls(receipt),
         *_figures(drawn_figures(receipt)),
         *_price(receipt),
@@ -310,6 +311,32 @@ def _divergence(claim: Mapping[str, Any]) -> str | None:
     return f"token {apart['position']} of {apart['prompt_id']}, margins {margins}"
 
 
+def _dispatch(receipt: Mapping[str, Any]) -> list[str]:
+    records = receipt["provenance"].get("dispatch")
+    if not records:
+        return []
+    text = (
+        "Which kernels, or operations on which backend, the servers' own logs name. A log that "
+        "names operations alone says nothing of the kernels that ran them."
+    )
+    header = ("route", "model", "in flight", "log", "lives", "same", "distinct", "added", "missing")
+    rows = (
+        (
+            f"`{record['route']}`",
+            f"`{record['model']}`",
+            record["width"],
+            record["log"],
+            record["lives"],
+            "yes" if record["same"] else "**no**",
+            record["n"],
+            ", ".join(record["added"]) or None,
+            ", ".join(record["missing"]) or None,
+        )
+        for record in records
+    )
+    return ["## Dispatch", text, _table(header, rows)]
+
+
 def _controls(receipt: Mapping[str, Any]) -> list[str]:
     if not receipt["controls"]:
         return []
@@ -461,7 +488,7 @@ def _serving_scope(receipt: Mapping[str, Any]) -> list[str]:
                 first.get("machine"),
                 first.get("device"),
                 first.get("threads"),
-                {True: "on", False: "off"}.get(first.get("flash_attention")),
+                _switch(first.get("flash_attention")),
                 first.get("kv_type"),
                 _list(scope.get("parallel") for scope in scopes),
                 _list(width for scope in scopes for width in scope.get("widths") or []),
@@ -478,7 +505,7 @@ def _serving_scope(receipt: Mapping[str, Any]) -> list[str]:
         "route",
         "model",
         "weights",
-        "same as the study's",
+        "loaded",
         "machine",
         "device",
         "threads",
@@ -491,6 +518,10 @@ def _serving_scope(receipt: Mapping[str, Any]) -> list[str]:
         "fingerprint",
     )
     return [_table(header, rows)]
+
+
+def _switch(value: bool | None) -> str | None:
+    return None if value is None else "on" if value else "off"
 
 
 def _list(values: Iterable[int | None]) -> str | None:

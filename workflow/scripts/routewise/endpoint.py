@@ -16,7 +16,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -185,9 +185,10 @@ def run_agree(arguments: argparse.Namespace) -> int:
         )
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise RoutewiseError(f"--route: the name {twice[0]!r} stands twice")
+    prompts = asked_prompts(arguments)
     outcome, tables = measure_agree(
         look_at_all(addresses, arguments.api, allow_remote=arguments.allow_remote),
-        asked_prompts(arguments),
+        prompts,
         width=arguments.width,
         repeats=arguments.repeats,
         n_probs=arguments.n_probs,
@@ -202,9 +203,10 @@ def run_batched(arguments: argparse.Namespace) -> int:
     if arguments.width < 2:
         raise RoutewiseError(f"--width: {arguments.width}, wanted 2 or more to share a batch")
     addresses = [("server", parse_url(arguments.url))]
+    prompts = asked_prompts(arguments)
     outcome, tables = measure_batched(
         look_at_all(addresses, arguments.api, allow_remote=arguments.allow_remote)[0],
-        asked_prompts(arguments),
+        prompts,
         width=arguments.width,
         rounds=arguments.rounds,
         repeats=arguments.repeats,
@@ -222,14 +224,14 @@ def _finish(
     tables: Mapping[str, pa.Table],
     show: Callable[[dict[str, Any], Console], None],
 ) -> None:
-    if arguments.report is not None:
-        write_report(arguments.report, tables)
     if arguments.json:
         print(json.dumps(outcome.document, ensure_ascii=False, allow_nan=False))
     else:
         console = Console()
         console.width = max(console.width, _WIDTH)
         show(outcome.document, console)
+    if arguments.report is not None:
+        write_report(arguments.report, tables)
 
 
 def parse_route(text: str) -> tuple[str, str]:
@@ -730,12 +732,15 @@ def measure_batched(
             {
                 "prompt_id": str(group["prompt_id"].iloc[0]),
                 **_judged(
-                    judged,
-                    n_logprobs=1 if judged.observable == LOGPROB else 0,
+                    _by_states(judged, group),
+                    n_logprobs=_count_logprobs(group),
                     blind=bool(judged.measures["witness"]["rounds_unseen"]) and not need_witness,
                 ),
                 **_plain(judged.measures),
-                "alone": {**_judged(again, n_logprobs=1), **_plain(again.measures)},
+                "alone": {
+                    **_judged(_by_states(again, alone), n_logprobs=1),
+                    **_plain(again.measures),
+                },
             }
         )
     if any(one["witness"]["rounds_unseen"] for one in found):
@@ -751,6 +756,25 @@ def measure_batched(
         **_ending([*found, *(one["alone"] for one in found if one["alone"]["verdict"] == DIFFERS)]),
     }
     return Outcome(document, document["exit_code"]), {endpoint.name: table}
+
+
+def _count_logprobs(rows: pd.DataFrame) -> int:
+    """Return how many tokens of valid replies have a log-probability."""
+    valid = rows[rows["status"] == "ok"]
+    return sum(status == "ok" for statuses in valid["logprob_status"] for status in statuses)
+
+
+def _by_states(judged: ServeJudgement, rows: pd.DataFrame) -> ServeJudgement:
+    """Compare log-probabilities also where not every token has one.
+
+    Then a verdict on the replies is one on their tokens alone: a llama-server sends none for a
+    token that ends inside of a character. But what is there must be equal too.
+    """
+    valid = rows[rows["status"] == "ok"]
+    if judged.verdict != EXACT or judged.observable == LOGPROB or valid["state"].nunique() < 2:
+        return judged
+    reason = "the tokens are equal, the log-probabilities that are there are not"
+    return replace(judged, verdict=DIFFERS, reasons=[reason, *judged.reasons])
 
 
 def print_batched(document: dict[str, Any], console: Console) -> None:
@@ -842,9 +866,9 @@ _WORST_FIRST = (DIFFERS, INVALID, UNOBSERVABLE, EXACT)
 
 def _ending(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return verdict and exit code of all: a difference is one, whatever else was not measured."""
+    verdicts = {one["verdict"] for one in found}
     codes = {one["exit_code"] for one in found}
-    verdicts = [one["verdict"] for one in found]
-    code = next((c for c in (EXIT_DIFFERS, EXIT_NOT_MEASURED) if c in codes), EXIT_AS_CLAIMED)
+    code = EXIT_DIFFERS if DIFFERS in verdicts else max(codes, default=EXIT_NOT_MEASURED)
     return {
         "verdict": next((word for word in _WORST_FIRST if word in verdicts), INVALID),
         "exit_code": code,

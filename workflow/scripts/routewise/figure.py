@@ -1,4 +1,4 @@
-"""The study's three figures, drawn from its Parquet tables; the same tables give the same bytes.
+"""The study's figures, drawn from its Parquet tables; the same tables give the same bytes.
 
 No figure touches matplotlib's global state: each is a Figure of its own, drawn by Agg, with fixed
 identifiers and without a date. Colours are from the colour-blind-safe set of Okabe and Ito.
@@ -25,8 +25,16 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from routewise.agree import PUBLISHED_DLOGP_MAX, PUBLISHED_DLOGP_MEAN, PUBLISHED_GATES_SOURCE
 from routewise.price import price_rows
-from routewise.table import variant_key
+from routewise.serve_verdict import (
+    answer_keys,
+    solo_of,
+    summarise_scores,
+    summarise_states,
+)
+from routewise.state import PREFIX_LENGTHS, count_states, score_against
+from routewise.table import BATCHED_SWEEP, variant_key
 
 #: Bits equal, a difference that leaves the greedy token, a flip, and rows that cannot be compared.
 EQUAL_COLOUR = "#C9DCEA"
@@ -499,3 +507,365 @@ def _price_caption(prices: Sequence[Mapping[str, Any]]) -> str:
     if depths:
         text += f"; {' and '.join(str(depth) for depth in depths)} tokens in the cache"
     return text + ".\nPoints: median over paired rounds; bars: its 95 % interval; bands: quartiles."
+
+
+# ---------------------------------------------------------------------------- what a server said
+
+
+#: Line styles, for what colours and markers do not tell apart.
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
+_MIXES = ("copies", "neighbours", "fillers")
+_PREFILLS = ("together", "apart")
+
+
+def _batched_probes(replies: pd.DataFrame, study: Mapping[str, Any]) -> pd.DataFrame:
+    """Return the replies of batched probes that may be believed, in the order of the study."""
+    sweep = study.get("sweeps", {}).get(BATCHED_SWEEP, {})
+    rows = replies[(replies["sweep"] == BATCHED_SWEEP) & (replies["role"] == "probe")]
+    rows = rows[rows["cell_valid"] & (rows["status"] == "ok")]
+    order = rows.assign(
+        _route=rows["route"].map(_places(sweep.get("routes", []))),
+        _model=rows["model"].map(_places(sweep.get("models", []))),
+    )
+    return order.sort_values(["_route", "_model"], kind="stable")
+
+
+def _n_left_out(replies: pd.DataFrame) -> int:
+    rows = replies[(replies["sweep"] == BATCHED_SWEEP) & (replies["role"] == "probe")]
+    return int((~(rows["cell_valid"] & (rows["status"] == "ok"))).sum())
+
+
+def _panels(
+    rows: pd.DataFrame, width: float, height: float
+) -> tuple[Figure, dict[tuple[str, str], Axes], list[str], list[str]]:
+    """Return a figure with a panel per route (across) and model (down), and these names."""
+    routes = list(dict.fromkeys(rows["route"]))
+    models = list(dict.fromkeys(rows["model"]))
+    figure = _figure(max(5.6, width * len(routes) + 0.6), height * len(models) + 0.9)
+    grid = figure.subplots(len(models), len(routes), sharex=True, sharey=True, squeeze=False)
+    axes = {}
+    for down, model in enumerate(models):
+        for across, route in enumerate(routes):
+            panel = axes[(route, model)] = grid[down, across]
+            panel.set_title(route if len(models) == 1 else f"{route}, {model}", loc="left")
+            panel.grid(axis="y", color="0.9", linewidth=0.6)
+    sns.despine(figure)
+    return figure, axes, routes, models
+
+
+def _reply_counts(rows: pd.DataFrame, left_out: int) -> str:
+    text = f"n = {len(rows):,} replies, {rows['prompt_id'].nunique()} prompts"
+    return text + (f"; {left_out:,} invalid replies are not counted" if left_out else "")
+
+
+def draw_states_by_width(replies: pd.DataFrame, study: Mapping[str, Any]) -> Figure:
+    """Return a panel per route: distinct answers to one request, by requests in flight.
+
+    ``replies`` are rows of study_replies. A point is the mean over prompts of the states seen in
+    one block, and the whisker goes up to the mean of Chao's estimate, which adds unseen ones.
+    """
+    rows = _batched_probes(replies, study)
+    if rows.empty:
+        return _nothing("No request was asked in a batch.")
+    places = sorted(
+        {(int(p), int(w)) for p, w in zip(rows["parallel"], rows["width"], strict=True)}
+    )
+    at = {place: index for index, place in enumerate(places)}
+    found = _states_of_blocks(rows)
+    mixes = [mix for mix in _MIXES if mix in set(found["mix"])]
+    with _styled():
+        figure, axes, routes, models = _panels(rows, 0.9 + 0.55 * len(places), 2.7)
+        n_series = len(mixes) * len(_PREFILLS)
+        for (route, model), panel in axes.items():
+            mine = found[(found["route"] == route) & (found["model"] == model)]
+            for record in mine.to_dict("records"):
+                series = mixes.index(record["mix"]) * 2 + _PREFILLS.index(record["prefill"])
+                beside = 0.0
+                if record["width"] > 1:
+                    beside = (series - (n_series - 1) / 2) * 0.8 / n_series
+                elif record["prefill"] == "apart":
+                    beside = 0.12
+                x = at[(record["parallel"], record["width"])] + beside
+                colour = _colour(mixes.index(record["mix"])) if record["width"] > 1 else "0.35"
+                panel.plot([x, x], [record["seen"], record["chao1"]], color=colour, linewidth=1.0)
+                if record["chao1"] > record["seen"]:
+                    panel.plot([x], [record["chao1"]], color=colour, marker="_", markersize=6)
+                panel.plot(
+                    [x],
+                    [record["seen"]],
+                    color=colour,
+                    marker=_marker(mixes.index(record["mix"])) if record["width"] > 1 else "x",
+                    markerfacecolor=colour if record["prefill"] == "together" else "white",
+                    markersize=5,
+                    linestyle="none",
+                )
+            panel.axhline(1.0, color="0.6", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
+            panel.set_xticks(
+                range(len(places)), [f"{width}\nof {slots}" for slots, width in places]
+            )
+            panel.set_xlim(-0.6, len(places) - 0.4)
+            panel.set_ylim(bottom=0)
+            if route == routes[0]:
+                panel.set_ylabel("distinct answers to one request")
+            if model == models[-1]:
+                panel.set_xlabel("requests in flight, of slots")
+        handles: list[Artist] = [_point("0.35", "x", "alone")]
+        handles += [_point(_colour(n), _marker(n), mix) for n, mix in enumerate(mixes)]
+        if set(rows["prefill"]) == set(_PREFILLS):
+            handles.append(_point("0.35", "o", "hollow: prefilled apart", hollow=True))
+        figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
+        most = int(found["replies"].max())
+        _caption(
+            figure,
+            f"{_reply_counts(rows, _n_left_out(replies))}; at most {most} replies a request.\n"
+            "Points: seen, mean over prompts; whiskers: Chao's estimate with the unseen ones.",
+        )
+        return figure
+
+
+def _states_of_blocks(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return one row per block: what it was, states ``seen`` and ``chao1``, most ``replies``."""
+    names = ["route", "model", "parallel", "width", "mix", "prefill"]
+    records = []
+    for key, block in rows.groupby(names, sort=True):
+        counts = [
+            {
+                "observed": counted.n_states,
+                "chao1": counted.chao1,
+                "modal_share": counted.modal_share,
+            }
+            for _, group in block.groupby("prompt_index")
+            for counted in [count_states(answer_keys(group))]
+        ]
+        states = summarise_states(counts) or {}
+        records.append(
+            {
+                **dict(zip(names, key, strict=True)),
+                "seen": states["observed_mean"],
+                "chao1": states["chao1_mean"],
+                "replies": int(block.groupby("prompt_index").size().max()),
+            }
+        )
+    return pd.DataFrame(records)
+
+
+def _point(colour: str, marker: str, label: str, hollow: bool = False) -> Line2D:
+    face = "white" if hollow else colour
+    return Line2D(
+        [],
+        [],
+        color=colour,
+        marker=marker,
+        markerfacecolor=face,
+        linestyle="none",
+        markersize=5,
+        label=label,
+    )
+
+
+def draw_solo_token_kept(replies: pd.DataFrame, study: Mapping[str, Any]) -> Figure:
+    """Return a panel per route: how many positions keep the solo token, by length and width.
+
+    ``replies`` are rows of study_replies. A line is one width in one company, over both prefills;
+    its points are the share over the first 16, 32, … tokens and over all.
+    """
+    rows = _batched_probes(replies, study)
+    scores = _scores_of_blocks(rows) if len(rows) else []
+    if not scores:
+        return _nothing("No request was asked in a batch beside its solo answer.")
+    lengths = [n for n in PREFIX_LENGTHS if any(n in score["kept"] for score in scores)]
+    ticks: list[int | None] = [*lengths, None]
+    widths = sorted({score["width"] for score in scores})
+    mixes = [mix for mix in _MIXES if mix in {score["mix"] for score in scores}]
+    with _styled():
+        figure, axes, routes, models = _panels(rows, 3.0, 2.7)
+        for (route, model), panel in axes.items():
+            mine = [one for one in scores if (one["route"], one["model"]) == (route, model)]
+            for score in mine:
+                known = [place for place, n in enumerate(ticks) if n in score["kept"]]
+                beside = (mixes.index(score["mix"]) - (len(mixes) - 1) / 2) * 0.07
+                panel.plot(
+                    [place + beside for place in known],
+                    [100 * score["kept"][ticks[place]] for place in known],
+                    color=_colour(widths.index(score["width"])),
+                    marker=_marker(widths.index(score["width"])),
+                    linestyle=_DASHES[mixes.index(score["mix"]) % len(_DASHES)],
+                    markersize=4.5,
+                    linewidth=1.2,
+                )
+            names = ["all" if n is None else f"first {n}" for n in ticks]
+            panel.set_xticks(range(len(ticks)), names)
+            panel.set_xlim(-0.3, len(ticks) - 0.7)
+            if route == routes[0]:
+                panel.set_ylabel("positions with the solo token (%)")
+            if model == models[-1]:
+                panel.set_xlabel("tokens of the reply")
+        _up_to_hundred(list(axes.values()))
+        handles: list[Artist] = [
+            Line2D(
+                [],
+                [],
+                color=_colour(n),
+                marker=_marker(n),
+                markersize=4.5,
+                label=f"{width} in flight",
+            )
+            for n, width in enumerate(widths)
+        ]
+        if len(mixes) > 1:
+            handles += [
+                Line2D([], [], color="0.35", linestyle=_DASHES[n % len(_DASHES)], label=mix)
+                for n, mix in enumerate(mixes)
+            ]
+        figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
+        n = sum(score["n"] for score in scores)
+        prompts = rows["prompt_id"].nunique()
+        left_out = _n_left_out(replies)
+        note = f"; {left_out:,} invalid replies are not counted" if left_out else ""
+        _caption(
+            figure,
+            f"n = {n:,} replies in company, {prompts} prompts{note}.\n"
+            "A reply that ends early, or goes on after the solo answer's end, keeps nothing there.",
+        )
+        return figure
+
+
+def _up_to_hundred(panels: Sequence[Axes]) -> None:
+    """Let a share's axis end at 100 %, and show at least the last 5 % of it."""
+    low = min(panel.get_ylim()[0] for panel in panels)
+    for panel in panels:
+        panel.set_ylim(min(low, 95.0), 100.5)
+
+
+def _scores_of_blocks(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return shares of kept tokens by route, model, width and mix: ``kept`` by prefix length."""
+    scores = []
+    names = ["route", "model", "width", "mix"]
+    company = rows[rows["width"] > 1]
+    for (route, model, width, mix), block in company.groupby(names, sort=True):
+        same = rows[(rows["route"] == route) & (rows["model"] == model)]
+        found = []
+        for prefill, replies in block.groupby("prefill"):
+            alone = solo_of(same, str(prefill)).sort_values(
+                ["prompt_index", "life", "round", "copy"], kind="stable"
+            )
+            references = alone.drop_duplicates("prompt_index").set_index("prompt_index", drop=False)
+            for prompt, group in replies.groupby("prompt_index"):
+                if prompt in references.index:
+                    found.append(score_against(references.loc[prompt].to_dict(), group))
+        summed = summarise_scores(found)
+        if summed is None:
+            continue
+        kept = {
+            prefix["tokens"]: prefix["share"]
+            for prefix in summed["kept"]
+            if prefix["share"] is not None
+        }
+        scores.append(
+            {
+                "route": route,
+                "model": model,
+                "width": width,
+                "mix": mix,
+                "kept": kept,
+                "n": summed["replies"],
+            }
+        )
+    return scores
+
+
+def draw_agree_dlogp(agree: pd.DataFrame, study: Mapping[str, Any]) -> Figure:
+    """Return how far two routes' logprobs are apart: a curve per pair and width.
+
+    ``agree`` are rows of study_agree. A curve says which share of common positions with the same
+    token is at least so far apart. Published gates are drawn as a scale and decide nothing.
+    """
+    sweep = study.get("sweeps", {}).get("agree", {})
+    two = agree["route"].map(lambda name: len(set(str(name).split("|"))) > 1).astype(bool)
+    rows = agree[two & agree["cell_valid"]]
+    counted = rows[rows["common"].astype(bool) & rows["match"].astype(bool) & rows["dlogp"].notna()]
+    if counted.empty:
+        return _nothing("No two routes have logprobs at a common position.")
+    models = [name for name in sweep.get("models", []) if name in set(counted["model"])]
+    models = models or sorted(set(counted["model"]))
+    pairs = sorted(set(counted["route"]), key=lambda name: _pair_place(str(name), sweep))
+    variants = sorted(set(counted["variant"]), key=variant_key)
+    seen = counted.loc[counted["dlogp"] > 0, "dlogp"].astype(float)
+    low = min(float(seen.min()) if len(seen) else 1e-3, PUBLISHED_DLOGP_MEAN) / 2
+    high = max(float(seen.max()) if len(seen) else 0.1, PUBLISHED_DLOGP_MAX) * 2
+    with _styled():
+        figure = _figure(7.4, 2.9 * len(models) + 0.8)
+        panels = figure.subplots(len(models), 1, sharex=True, squeeze=False)[:, 0]
+        for panel, model in zip(panels, models, strict=True):
+            for number, pair in enumerate(pairs):
+                for style, variant in enumerate(variants):
+                    mine = counted[
+                        (counted["model"] == model)
+                        & (counted["route"] == pair)
+                        & (counted["variant"] == variant)
+                    ]
+                    if len(mine):
+                        _tail(panel, mine, number, _DASHES[style % len(_DASHES)], low, high)
+            for gate, name in (
+                (PUBLISHED_DLOGP_MEAN, f"mean {PUBLISHED_DLOGP_MEAN:g}"),
+                (PUBLISHED_DLOGP_MAX, f"max {PUBLISHED_DLOGP_MAX:g}"),
+            ):
+                panel.axvline(gate, color="0.5", linewidth=0.8, linestyle=":", zorder=0)
+                panel.annotate(
+                    name,
+                    (gate, 1.0),
+                    xycoords=("data", "axes fraction"),
+                    xytext=(0, 2),
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom",
+                    fontsize=7,
+                    color="0.4",
+                )
+            panel.set_xscale("log")
+            panel.set_xlim(low, high)
+            panel.set_ylim(0, 101)
+            panel.set_ylabel("positions at least so far apart (%)")
+            panel.grid(axis="y", color="0.9", linewidth=0.6)
+            panel.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0))
+            if len(models) > 1:
+                panel.set_title(model, loc="left")
+        panels[-1].set_xlabel("|Δ logprob| of the same token after the same tokens (nats)")
+        sns.despine(figure)
+        equal = int((counted["dlogp"] == 0).sum())
+        _caption(
+            figure,
+            f"n = {len(counted):,} common positions with the same token, "
+            f"{counted['prompt_id'].nunique()} prompts; {equal:,} are equal and left of the axis.\n"
+            f"Dotted: gates published with {PUBLISHED_GATES_SOURCE},\n"
+            "their own n not stated: drawn as a scale, no verdict is made from them.",
+        )
+        return figure
+
+
+def _pair_place(pair: str, sweep: Mapping[str, Any]) -> tuple[list[int], str]:
+    places = _places(sweep.get("routes", []))
+    return [places.get(name, len(places)) for name in pair.split("|")], pair
+
+
+def _tail(
+    panel: Axes, rows: pd.DataFrame, number: int, style: Any, low: float, high: float
+) -> None:
+    """Draw which share of rows is at least so far apart, as steps."""
+    values = np.sort(rows["dlogp"].to_numpy(dtype=float))
+    n = len(values)
+    moved = values[values > 0]
+    share = 100 * np.arange(len(moved), 0, -1) / n
+    x = np.concatenate([[low], moved, [high]])
+    y = np.concatenate([share[:1] if len(share) else [0.0], share, [0.0]])
+    only = "" if bool(rows["arithmetic_only"].all()) else ", not arithmetic only"
+    pair, variant = rows["route"].iloc[0], variant_label(str(rows["variant"].iloc[0]))
+    panel.step(
+        x,
+        y,
+        where="pre",
+        color=_colour(number),
+        linestyle=style,
+        linewidth=1.3,
+        label=f"{pair.replace('|', ' | ')}\n{variant} in flight, n = {n:,}{only}",
+    )

@@ -9,7 +9,7 @@ Should the keeper be killed, the parent-death signal ends the server.
 
 Run by :mod:`routewise.server` as a program, with nothing but the standard library:
 ``keeper.py JOB_PID TEMPORARY_FOLDER COMMAND...``. It writes JSON lines: ``pid`` once the server
-runs (or ``errno``), and at the end ``exit_code``, ``n_strays`` and ``n_left``.
+runs (or ``what`` kept it from running), and at the end ``exit_code``, ``n_strays`` and ``n_left``.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ def main(arguments: list[str]) -> int:
                 preexec_fn=_dies_with(library, os.getpid()),
             )
         except (OSError, subprocess.SubprocessError) as error:
-            number = error.errno if isinstance(error, OSError) else None
-            _say(errno=number, what=str(error))
+            _say(what=(error.strerror if isinstance(error, OSError) else None) or str(error))
             return EXIT_NOT_STARTED
         _say(pid=server.pid)
         running = os.pidfd_open(server.pid)

@@ -20,8 +20,9 @@ from routewise.client import probe
 from routewise.digest import digest_of, sha256_file, tree_digest
 from routewise.dispatch import LOGS
 from routewise.errors import RoutewiseError
+from routewise.identity import Identity
 from routewise.serve_cell import ServeCell, ServeInputs
-from routewise.server import Identity, Launch, fill_command, nvidia_memory_mib
+from routewise.server import Launch, fill_command, nvidia_memory_mib
 
 #: A probe's completion is tiny; a model that takes longer for it is not ready.
 PROBE_LIMIT_S = 60.0

@@ -20,6 +20,7 @@ import os
 import pwd
 import stat
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -43,6 +44,10 @@ _SHARED_FILE_SYSTEMS = {
     *("smb3", "smbfs"),
 }
 _MODE_PATIENCE_S = 1.0
+#: Nobody keeps a ledger locked for longer than some microseconds, unless it is stopped meanwhile.
+SAY_AFTER_S = 30.0
+_CLOSE_PATIENCE_S = 1.0
+_TURN_POLL_S = 0.001
 
 #: Descriptors of this process, for a forked child to close.
 _descriptors: set[int] = set()
@@ -149,7 +154,13 @@ class Ledger:
 
         Raises LedgerGone where the file was removed or replaced since it was opened.
         """
-        _lock(self._descriptor, fcntl.F_WRLCK, _TURN_BYTE, wait=True)
+        while not self._take_turn(SAY_AFTER_S):
+            print(
+                f"routewise: {self.path} has been locked for {SAY_AFTER_S:.0f} s by a process that "
+                "does not go on; is one stopped (ps -eo pid,stat,args, state T)?",
+                file=sys.stderr,
+                flush=True,
+            )
         try:
             if not self.is_in_place():
                 raise LedgerGone(self.path)
@@ -207,14 +218,24 @@ class Ledger:
             return
         try:
             # a kill from here on leaves a dead entry, and the next to look wipes it
-            if self._own is not None:
-                _lock(self._descriptor, fcntl.F_WRLCK, _TURN_BYTE, wait=True)
+            if self._own is not None and self._take_turn(_CLOSE_PATIENCE_S):
                 self._give_up()
                 self._wipe({index for index in range(self._count()) if self._lives(index)})
         finally:
             descriptor, self._descriptor = self._descriptor, -1
             _descriptors.discard(descriptor)
             os.close(descriptor)
+
+    def _take_turn(self, patience_s: float) -> bool:
+        ends_s = time.monotonic() + patience_s
+        while True:
+            try:
+                _lock(self._descriptor, fcntl.F_WRLCK, _TURN_BYTE)
+                return True
+            except (BlockingIOError, PermissionError):
+                if time.monotonic() >= ends_s:
+                    return False
+            time.sleep(_TURN_POLL_S)
 
     def _give_up(self) -> None:
         own, self._own = self._own, None
@@ -234,6 +255,9 @@ class Ledger:
         return index == self._own or _is_locked(self._descriptor, index * ENTRY_BYTES)
 
     def _read(self) -> dict[int, Entry]:
+        end = self._count() * ENTRY_BYTES
+        if _is_locked(self._descriptor, end, _TURN_BYTE - end):
+            raise self._unreadable(end // ENTRY_BYTES)  # cut off by a stranger to this code
         return {
             index: self._parse(os.pread(self._descriptor, ENTRY_BYTES, index * ENTRY_BYTES), index)
             for index in range(self._count())
@@ -249,12 +273,15 @@ class Ledger:
             _check_types(entry)
             return entry
         except (ValueError, TypeError, KeyError):
-            # whoever wrote it may hold the device, so going on would not be safe
-            raise RoutewiseError(
-                f"{self.path}: claim {index} is not readable, though the process that made it runs",
-                "see whose file and process it is (fuser -v), or whether two versions of "
-                "Routewise share the folder",
-            ) from None
+            raise self._unreadable(index) from None
+
+    def _unreadable(self, index: int) -> RoutewiseError:
+        # whoever wrote it may hold the device, so going on would not be safe
+        return RoutewiseError(
+            f"{self.path}: claim {index} is not readable, though the process that made it runs",
+            "see whose file and process it is (fuser -v), or whether two versions of Routewise "
+            "share the folder",
+        )
 
     def _wipe(self, living: set[int]) -> None:
         count = self._count()
@@ -414,13 +441,13 @@ def _make_plainly(path: Path) -> None:
             os.close(descriptor)
 
 
-def _lock(descriptor: int, kind: int, start: int, wait: bool = False) -> None:
-    command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
-    fcntl.fcntl(descriptor, command, _FLOCK.pack(kind, os.SEEK_SET, start, 1, 0))
+def _lock(descriptor: int, kind: int, start: int) -> None:
+    asked = _FLOCK.pack(kind, os.SEEK_SET, start, 1, 0)
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, asked)
 
 
-def _is_locked(descriptor: int, start: int) -> bool:
-    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, 1, 0)
+def _is_locked(descriptor: int, start: int, length: int = 1) -> bool:
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
     answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked)
     kind: int = _FLOCK.unpack(answer)[0]
     return kind != fcntl.F_UNLCK

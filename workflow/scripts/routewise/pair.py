@@ -7,7 +7,7 @@ is invalid or its route unsupported, and records of both sides what each was mea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,9 +32,9 @@ _NAMED = ("sweep", "route", "model", "variant", "prompts", "digest")
 class PairCell:
     """What one agree cell compares.
 
-    ``route`` is ``a|b``. ``pick`` holds one value for each column of PICK: the rows compared.
-    ``pick_b`` holds the values that are other for b, as where a route is compared with itself in
-    another life or round.
+    ``route`` is ``a|b``. ``pick_a`` and ``pick_b`` hold, by column of PICK, which rows of each
+    file are compared; a column that is not named is not asked about, and each prompt and copy must
+    still stand in one row.
     """
 
     sweep: str
@@ -43,35 +43,40 @@ class PairCell:
     variant: str
     prompts: str
     digest: str
-    pick: Mapping[str, Any]
+    pick_a: Mapping[str, Any]
     pick_b: Mapping[str, Any]
 
     @classmethod
     def from_document(cls, document: Mapping[str, Any]) -> PairCell:
         """Read a cell from the JSON value that the plan wrote.
 
-        Raises RoutewiseError where a key is missing, unknown, or not of an agree cell.
+        A key ``pick`` holds what is picked of both files. Raises RoutewiseError where a key is
+        missing, unknown, or not of an agree cell.
         """
-        known = {*_NAMED, "pick", "pick_b"}
-        missing = sorted(known - {"pick_b"} - set(document))
-        unknown = sorted(set(document) - known)
+        picks = {key: document.get(key) or {} for key in ("pick", "pick_a", "pick_b")}
+        missing = sorted(set(_NAMED) - set(document))
+        unknown = sorted(set(document) - set(_NAMED) - set(picks))
         if missing or unknown:
             raise RoutewiseError(
                 f"agree cell: missing keys {missing}, unknown keys {unknown}",
                 "run the command as the workflow prints it (snakemake -p)",
             )
-        cell = cls(**{"pick_b": {}, **document})
+        cell = cls(
+            **{name: document[name] for name in _NAMED},
+            pick_a={**picks["pick"], **picks["pick_a"]},
+            pick_b={**picks["pick"], **picks["pick_b"]},
+        )
         if cell.sweep != AGREE_SWEEP or len(cell.routes) != 2 or not all(cell.routes):
             raise RoutewiseError(
                 f"agree cell: sweep {cell.sweep!r}, route {cell.route!r}; wanted sweep "
                 f"{AGREE_SWEEP!r} and a route 'a|b'",
                 "run the command as the workflow prints it (snakemake -p)",
             )
-        wrong = set(cell.pick) ^ set(PICK) | set(cell.pick_b) - set(PICK)
+        wrong = ({*cell.pick_a} | {*cell.pick_b}) - {*PICK}
         if wrong:
             raise RoutewiseError(
-                f"{cell.name}: pick: {', '.join(sorted(wrong))}: missing or unknown",
-                f"give exactly {', '.join(PICK)}",
+                f"{cell.name}: rows are not picked by {', '.join(sorted(wrong))}",
+                f"pick by any of {', '.join(PICK)}",
             )
         return cell
 
@@ -89,74 +94,149 @@ class PairCell:
 def compare_pair(cell: PairCell, path_a: Path, path_b: Path, code_digest: str, output: Path) -> str:
     """Write the agree cell of two replies cells to ``output``; return what it holds, in words.
 
-    Where a route is unsupported the table has no rows and the provenance the reason. Where no
-    request has a valid reply on both sides the cell is invalid. Raises RoutewiseError where a file
-    is not a replies cell of the route, model or prompts named, or holds none of the rows picked.
+    Where a route could not do what is picked, the table has no rows and the provenance the reason.
+    Where no request has a valid reply on both sides the cell is invalid. Raises RoutewiseError
+    where a file is not a replies cell of the route, model or prompts named, or holds none of the
+    rows picked.
     """
     started_at = datetime.now(UTC)
     route_a, route_b = cell.routes
-    a, told_a = _read_side(path_a, route_a, cell)
-    b, told_b = _read_side(path_b, route_b, cell)
-    if told_a["prompts"]["digest"] != told_b["prompts"]["digest"]:
+    a = _read_side(path_a, route_a, cell, cell.pick_a)
+    b = _read_side(path_b, route_b, cell, cell.pick_b)
+    digests = [side.told["prompts"]["digest"] for side in (a, b)]
+    if digests[0] != digests[1]:
         raise RoutewiseError(
             f"{cell.name}: {path_a} and {path_b} answer different prompts (digests "
-            f"{told_a['prompts']['digest'][:12]} and {told_b['prompts']['digest'][:12]})",
+            f"{digests[0][:12]} and {digests[1][:12]})",
             "measure both routes with one prompt set and one model",
         )
-    unsupported = [
-        f"{route}: {told['unsupported']}"
-        for route, told in _once(route_a, told_a, route_b, told_b)
-        if told.get("unsupported")
-    ]
-    arithmetic_only = _same_weights(told_a, told_b)
-    reasons = [
-        f"{route}: {reason}"
-        for route, told in _once(route_a, told_a, route_b, told_b)
-        for reason in told.get("invalid_reasons") or []
-    ]
+    arithmetic_only = _same_weights(a.told, b.told)
+    unsupported = _by_route(a, b, lambda side: side.refusals)
+    reasons = _by_route(a, b, lambda side: side.told["invalid_reasons"])
     match = None
     rows = AGREE.empty_table()
     if not unsupported:
-        a = _pick(a, dict(cell.pick), path_a)
-        b = _pick(b, {**cell.pick, **cell.pick_b}, path_b)
-        match = "ids" if _sends_ids(a, told_a) and _sends_ids(b, told_b) else "text"
-        try:
-            rows = agree_rows(a, b, arithmetic_only, match)
-        except ValueError as error:
-            raise RoutewiseError(
-                f"{cell.name}: {error}", "delete the two replies files and measure them again"
-            ) from error
+        match = "ids" if a.sends_ids and b.sends_ids else "text"
+        rows = _compare(cell, a, b, arithmetic_only, match)
         if not rows.num_rows:
             reasons.append("no request has a valid reply with a token on both routes")
     provenance = {
         "cell": {key: getattr(cell, key) for key in _NAMED},
-        "settings": {"pick": dict(cell.pick), "pick_b": dict(cell.pick_b), "match": match},
-        "builds": {route_a: _source_of(told_a), route_b: _source_of(told_b)},
+        "settings": {"pick_a": dict(cell.pick_a), "pick_b": dict(cell.pick_b), "match": match},
+        "builds": {side.route: side.source for side in (a, b)},
         "weights": "same" if arithmetic_only else NOT_ARITHMETIC_ONLY,
         "arithmetic_only": arithmetic_only,
-        "sides": {
-            "a": _side(route_a, told_a, a if not unsupported else None),
-            "b": _side(route_b, told_b, b if not unsupported else None),
-        },
-        "model": told_a["model"],
-        "prompts": told_a["prompts"],
-        "machine": _machine(told_a["machine"], told_b["machine"]),
+        "sides": {"a": a.document(), "b": b.document()},
+        "model": a.told["model"],
+        "prompts": a.told["prompts"],
+        "machine": _machine(a.told["machine"], b.told["machine"]),
         "code_digest": code_digest,
         "invalid_reasons": reasons,
-        **({"unsupported": "; ".join(unsupported)} if unsupported else {}),
+        "unsupported": "; ".join(unsupported) or None,
         "n_measured": 0,
         "n_adopted": 0,
+        # replies that both routes have and are valid, and those of them that have a row
+        "n_common_replies": len(_requests(a.valid) & _requests(b.valid)),
         "n_compared": len(_requests(rows)),
         "started_at": started_at.isoformat(timespec="seconds"),
         "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     write_table(output, "agree", rows, provenance)
     if unsupported:
-        return f"unsupported: {'; '.join(unsupported)}"
+        return f"unsupported: {provenance['unsupported']}"
     return f"{rows.num_rows} positions of {len(_requests(rows))} replies, matched by {match}"
 
 
-def _read_side(path: Path, route: str, cell: PairCell) -> tuple[pa.Table, dict[str, Any]]:
+def _compare(cell: PairCell, a: _Side, b: _Side, arithmetic_only: bool, match: str) -> pa.Table:
+    for side in (a, b):
+        if not side.picked.num_rows:
+            raise side.nothing_picked()
+    try:
+        return agree_rows(a.picked, b.picked, arithmetic_only, match)
+    except ValueError as error:
+        raise RoutewiseError(
+            f"{cell.name}: {error} (a: {_in_words(a.pick)}; b: {_in_words(b.pick)})",
+            f"pick one row of each request by {', '.join(PICK)}",
+        ) from error
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One route's file: its provenance, its rows, and those that are compared."""
+
+    route: str
+    path: Path
+    told: Mapping[str, Any]
+    held: pa.Table
+    pick: Mapping[str, Any]
+    picked: pa.Table
+
+    @property
+    def valid(self) -> pa.Table:
+        """The valid rows that are compared."""
+        return self.picked.filter(pc.equal(self.picked["status"], "ok"))
+
+    @property
+    def sends_ids(self) -> bool:
+        """Whether the route is said to send token ids and does in every reply."""
+        return self.told["serving"]["match"] == "ids" and self.valid["token_ids"].null_count == 0
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why the route could not do the block that is picked; empty where there are rows."""
+        why = None if self.picked.num_rows else _refusal(self.told, self.pick)
+        return [] if why is None else [why]
+
+    @property
+    def source(self) -> Mapping[str, Any]:
+        """What the tokens came from: a build, a command or an endpoint."""
+        for key in ("build", "command", "endpoint"):
+            if self.told.get(key):
+                found: Mapping[str, Any] = self.told[key]
+                return found
+        return {}
+
+    def nothing_picked(self) -> RoutewiseError:
+        """Return the error of a pick that no row meets."""
+        held = [dict(zip(PICK, values, strict=True)) for values in _blocks_of(self.held)]
+        return RoutewiseError(
+            f"{self.path}: no replies of {_in_words(self.pick)}",
+            "it holds "
+            + ("no replies" if not held else _in_words(held[0]))
+            + (f" and {len(held) - 1} other rounds" if len(held) > 1 else ""),
+        )
+
+    def document(self) -> dict[str, Any]:
+        """Return what is recorded: what it ran on, its claim, and its replies by status."""
+        told, rows = self.told, self.picked
+        invalid = rows.filter(pc.not_equal(rows["status"], "ok"))
+        serving = told["serving"]
+        return {
+            "route": self.route,
+            "cell": told["cell"],
+            "fingerprint": self.source.get("fingerprint"),
+            "settings": told.get("settings"),
+            "serving": {k: v for k, v in serving.items() if k not in ("lives", "stops")},
+            "n_lives": len(serving.get("lives") or []),
+            "model": told.get("model"),
+            "machine": told["machine"],
+            "claim": {
+                "declared": serving.get("claim"),
+                "wait_s": pc.max(rows["claim_wait_s"]).as_py(),
+                "hold_s": pc.max(rows["claim_hold_s"]).as_py(),
+                "n_others": pc.max(rows["n_others"]).as_py(),
+            },
+            "code_digest": told["code_digest"],
+            "started_at": told["started_at"],
+            "ended_at": told["ended_at"],
+            "n_replies": rows.num_rows,
+            "n_invalid": invalid.num_rows,
+            "why_invalid": dict(Counter(str(r) for r in invalid["reason"].to_pylist())),
+            "observables": sorted(set(rows["observable"].to_pylist())),
+        }
+
+
+def _read_side(path: Path, route: str, cell: PairCell, pick: Mapping[str, Any]) -> _Side:
     rows, told = read_table(path, "replies")
     found = {key: told["cell"][key] for key in ("route", "model", "prompts")}
     wanted = {"route": route, "model": cell.model, "prompts": cell.prompts}
@@ -165,46 +245,49 @@ def _read_side(path: Path, route: str, cell: PairCell) -> tuple[pa.Table, dict[s
             f"{cell.name}: {path} holds {found}, wanted {wanted}",
             "give the replies cells of the two routes in the order of the pair's name",
         )
-    return rows, told
+    return _Side(route, path, told, rows, pick, _pick(rows, pick))
 
 
-def _once(
-    route_a: str, told_a: dict[str, Any], route_b: str, told_b: dict[str, Any]
-) -> list[tuple[str, dict[str, Any]]]:
-    """Return both sides with their names, one where both are the same file's."""
-    sides = [(route_a, told_a), (route_b, told_b)]
-    return sides[:1] if sides[0] == sides[1] else sides
+def _by_route(a: _Side, b: _Side, said: Callable[[_Side], list[str]]) -> list[str]:
+    """Return what is said of both sides, each with its route, none of it twice."""
+    return list(dict.fromkeys(f"{side.route}: {one}" for side in (a, b) for one in said(side)))
 
 
-def _pick(rows: pa.Table, pick: dict[str, Any], path: Path) -> pa.Table:
-    """Return the rows of a block's round; beside neighbours or fillers only the probe is compared.
+def _refusal(told: Mapping[str, Any], pick: Mapping[str, Any]) -> str | None:
+    """Return why a route could not do the block that is picked, or None where it could."""
+    if told.get("unsupported"):
+        return str(told["unsupported"])
+    for refused in told.get("refused_blocks") or []:
+        block = refused["block"]
+        if all(block[name] == value for name, value in pick.items() if name in block):
+            return str(refused["reason"])
+    return None
 
-    Raises RoutewiseError where there are none.
+
+def _pick(rows: pa.Table, pick: Mapping[str, Any]) -> pa.Table:
+    """Return the rows picked; beside neighbours or fillers only the probe is compared.
+
+    Raises RoutewiseError where a value is not of its column's type.
     """
-    chosen = pa.array([True] * rows.num_rows, pa.bool_())
-    for name in PICK:
-        chosen = pc.and_(chosen, pc.equal(rows[name], pa.scalar(pick[name], rows[name].type)))
-    picked = rows.filter(chosen)
-    if pick["mix"] != "copies":
-        picked = picked.filter(pc.equal(picked["role"], "probe"))
-    if not picked.num_rows:
-        held = sorted({tuple(row.values()) for row in rows.select(PICK).to_pylist()})
-        raise RoutewiseError(
-            f"{path}: no replies of {_in_words(pick)}",
-            "it holds "
-            + ("no replies" if not held else _in_words(dict(zip(PICK, held[0], strict=True))))
-            + (f" and {len(held) - 1} other rounds" if len(held) > 1 else ""),
-        )
+    picked = rows.filter(pc.or_(pc.equal(rows["mix"], "copies"), pc.equal(rows["role"], "probe")))
+    for name, value in pick.items():
+        try:
+            wanted = pa.scalar(value, picked[name].type)
+        except (pa.ArrowException, TypeError) as error:
+            raise RoutewiseError(
+                f"agree cell: {name} {value!r} is no {picked[name].type}",
+                f"pick by values of the column {name}",
+            ) from error
+        picked = picked.filter(pc.equal(picked[name], wanted))
     return picked
 
 
+def _blocks_of(rows: pa.Table) -> list[tuple[Any, ...]]:
+    return sorted({tuple(row.values()) for row in rows.select(PICK).to_pylist()})
+
+
 def _in_words(pick: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {pick[name]}" for name in PICK)
-
-
-def _sends_ids(rows: pa.Table, told: Mapping[str, Any]) -> bool:
-    valid = rows.filter(pc.equal(rows["status"], "ok"))
-    return told["serving"]["match"] == "ids" and valid["token_ids"].null_count == 0
+    return ", ".join(f"{name} {pick[name]}" for name in PICK if name in pick) or "any block"
 
 
 def _same_weights(told_a: Mapping[str, Any], told_b: Mapping[str, Any]) -> bool:
@@ -213,46 +296,6 @@ def _same_weights(told_a: Mapping[str, Any], told_b: Mapping[str, Any]) -> bool:
         return False
     digests = {(told.get("model") or {}).get("sha256") for told in (told_a, told_b)} - {None}
     return len(digests) <= 1
-
-
-def _source_of(told: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what the tokens came from: a build, a command or an endpoint."""
-    for key in ("build", "command", "endpoint"):
-        if told.get(key):
-            found: Mapping[str, Any] = told[key]
-            return found
-    return {}
-
-
-def _side(route: str, told: Mapping[str, Any], rows: pa.Table | None) -> dict[str, Any]:
-    """Return what is recorded of one side: what it ran on, its claim, and its replies by status."""
-    lives = told["serving"].get("lives") or []
-    side = {
-        "route": route,
-        "cell": told["cell"],
-        "fingerprint": _source_of(told).get("fingerprint"),
-        "settings": told.get("settings"),
-        "serving": {key: value for key, value in told["serving"].items() if key != "lives"},
-        "n_lives": len(lives),
-        "model": told.get("model"),
-        "machine": told["machine"],
-        "claim": {"declared": told.get("claim")},
-        "code_digest": told["code_digest"],
-        "started_at": told["started_at"],
-        "ended_at": told["ended_at"],
-    }
-    if rows is not None:
-        invalid = rows.filter(pc.not_equal(rows["status"], "ok"))
-        side["claim"] |= {
-            "wait_s": pc.max(rows["claim_wait_s"]).as_py(),
-            "hold_s": pc.max(rows["claim_hold_s"]).as_py(),
-            "n_others": pc.max(rows["n_others"]).as_py(),
-        }
-        side["n_replies"] = rows.num_rows
-        side["n_invalid"] = invalid.num_rows
-        side["why_invalid"] = dict(Counter(str(r) for r in invalid["reason"].to_pylist()))
-        side["observables"] = sorted(set(rows["observable"].to_pylist()))
-    return side
 
 
 def _machine(a: Mapping[str, Any], b: Mapping[str, Any]) -> Mapping[str, Any]:

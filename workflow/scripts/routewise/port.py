@@ -8,7 +8,9 @@ import re
 import socket
 from pathlib import Path
 
-_LISTENING = "0A"  # the state in /proc/net/tcp
+# states in /proc/net/tcp
+_LISTENING = "0A"
+_FADING = "06"
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -20,28 +22,38 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def is_port_free(host: str, port: int) -> bool:
-    """Return whether a server could bind the port: connections that still fade do not matter."""
+    """Return whether nobody holds a port.
+
+    Connections that fade do not count: they keep a port from being bound for a minute where the
+    server was written without SO_REUSEADDR, but belong to no process any more.
+    """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError:
-            return False
+            states = {state for state, _ in _sockets(port)}
+            return states == {_FADING}
         return True
 
 
 def listening_inodes(port: int) -> set[str]:
     """Return the inodes of all sockets that listen on a port, of whatever process."""
-    found = set()
+    return {inode for state, inode in _sockets(port) if state == _LISTENING}
+
+
+def _sockets(port: int) -> list[tuple[str, str]]:
+    """Return state and inode of every socket whose own end is the port."""
+    found = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
             lines = Path(table).read_text().splitlines()[1:]
-        except OSError:
+        except OSError:  # without IPv6 there is no second one
             continue
         for line in lines:
             fields = line.split()
-            if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
-                found.add(fields[9])
+            if int(fields[1].rpartition(":")[2], 16) == port:
+                found.append((fields[3], fields[9]))
     return found
 
 

@@ -24,6 +24,7 @@ from routewise.machine import ENGINE_VARIABLES
 #: Variables of the families that decide what a server computes or where: only the route sets them.
 SERVER_VARIABLES = (*ENGINE_VARIABLES, "HSA_", "HRX_", "IREE_", "NPU_", "ONEBIT_")
 
+_SESSION_LIMIT_S = 5.0
 _KEEPER_LIMIT_S = 30.0  # it is quick, but for a process that no signal can end
 
 
@@ -36,7 +37,7 @@ def server_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 class KeptProcess:
-    """A running server behind its keeper."""
+    """A running server behind its keeper. OSError where the command cannot be run."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: IO[bytes]) -> None:
         self.name = Path(argv[0]).name
@@ -62,7 +63,7 @@ class KeptProcess:
         try:
             said = self._hear(_KEEPER_LIMIT_S)
             if "pid" not in said:
-                raise OSError(said.get("errno") or 0, said.get("what", "its keeper ended"))
+                raise OSError(said.get("what", "its keeper ended"))
             self.pid: int = said["pid"]
             with contextlib.suppress(ProcessLookupError):  # over already, and reaped
                 self.handle = os.pidfd_open(self.pid)
@@ -142,8 +143,8 @@ def end_session(session: int) -> int:
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(OSError, psutil.Error):
-            if os.getsid(process.pid) == session:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
                 process.kill()
                 found.append(process)
-    _, left = psutil.wait_procs(found, timeout=5)
-    return sum(process.is_running() and process.status() != "zombie" for process in left)
+    _, left = psutil.wait_procs(found, timeout=_SESSION_LIMIT_S)
+    return len([process for process in left if process.is_running()])

@@ -66,6 +66,19 @@ class ChatTemplate:
     eos_token: str = ""
 
 
+@dataclass(frozen=True)
+class PromptPlan:
+    """Token ids of one prompt set under one model's tokenizer."""
+
+    prompts: str
+    model: str
+    file: Path
+    build: str  # whose tokenizer
+    context: int  # the least of the routes that decode them
+    digest: str
+    path: Path
+
+
 def load_prompts(path: Path) -> list[Prompt]:
     """Read a prompt set; empty lines are skipped.
 

@@ -15,10 +15,11 @@ from typing import Any
 import jsonschema
 import pandas as pd
 
+from routewise.arm_verdict import dispatch_summary
 from routewise.errors import RoutewiseError
 from routewise.interval import LEVEL, detectable_share, share_interval
 from routewise.price import price_rows
-from routewise.serve_receipt import serving_entries
+from routewise.serve_receipt import Doubts, arm_controls, serving_entries
 from routewise.table import (
     COST_SWEEP,
     PLAIN_VARIANT,
@@ -120,11 +121,12 @@ def build_receipt(tables: StudyTables) -> dict[str, Any]:
     check_fingerprints(tables)
     controls: list[dict[str, Any]] = []
     claims: list[dict[str, Any]] = []
+    arms, doubts = arm_controls(tables)
     sweep = study.get("sweeps", {}).get(REPLAY_SWEEP)
     if sweep:
-        controls, claims = _replay(tables, sweep)
-    serving_controls, serving_claims = serving_entries(tables)
-    controls += serving_controls
+        controls, claims = _replay(tables, sweep, doubts)
+    serving_controls, serving_claims = serving_entries(tables, doubts)
+    controls += [*arms, *serving_controls]
     claims += serving_claims
     backends = {
         route: str(build_of(cell.provenance, route).get("backend", ""))
@@ -145,9 +147,9 @@ def build_receipt(tables: StudyTables) -> dict[str, Any]:
 
 
 def _replay(
-    tables: StudyTables, sweep: Mapping[str, Any]
+    tables: StudyTables, sweep: Mapping[str, Any], against: Doubts
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the controls and claims of the replay sweep."""
+    """Return the controls and claims of the replay sweep; ``against`` is what doubts its routes."""
     expect = sweep.get("expect") or {}
     controls: list[dict[str, Any]] = []
     claims: list[dict[str, Any]] = []
@@ -156,6 +158,7 @@ def _replay(
         for model in sweep["models"]:
             own, doubts = _own_controls(tables, route, model)
             controls += own
+            doubts += against.get((route, model), ())
             for variant in replay_variants(tables.study, route):
                 judged = _judge(tables, route, model, variant, doubts)
                 somewhere.setdefault(route, {})[(model, variant)] = judged
@@ -468,6 +471,7 @@ def _provenance(tables: StudyTables) -> dict[str, Any]:
             versions.setdefault(name, set()).add(str(version))
         if provenance.get("code_digest"):
             digests.setdefault(cell.sweep, set()).add(str(provenance["code_digest"]))
+    logged = dispatch_summary(tables)
     documents = [cell.provenance for cell in tables.cells]
     started = [str(found["started_at"]) for found in documents if found.get("started_at")]
     ended = [str(found["ended_at"]) for found in documents if found.get("ended_at")]
@@ -479,6 +483,7 @@ def _provenance(tables: StudyTables) -> dict[str, Any]:
         "machines": [machines[key] for key in sorted(machines)],
         "code_digests": {sweep: sorted(found) for sweep, found in digests.items()},
         "versions": {name: sorted(found) for name, found in versions.items()},
+        **({"dispatch": logged} if logged else {}),
         "measured": {"from": min(started, default=None), "to": max(ended, default=None)},
         "cells": {
             sweep: {

@@ -391,7 +391,7 @@ def _read(body: Mapping[str, Any], ask: Ask, speech: Speech) -> Reply:
     # A token that was drafted and accepted has no row of its own on this server: it sends 0.0 and
     # an empty list. Which tokens of a speculative reply have a true one is not said, so none count.
     refused = _drafted(wire, ask)
-    positions = _positions(wire, speech, complaints)
+    positions = _positions(wire, ask, speech, complaints)
     n = len(positions.entries)
     statuses: list[str] = []
     values: list[float | None] = []
@@ -586,7 +586,7 @@ def _drafted(wire: _Wire, ask: Ask) -> bool:
     )
 
 
-def _positions(wire: _Wire, speech: Speech, complaints: list[str]) -> _Positions:
+def _positions(wire: _Wire, ask: Ask, speech: Speech, complaints: list[str]) -> _Positions:
     """Give each token its entry, by id where ids are there, else by the bytes of the text."""
     entries = wire.entries
     ids = wire.token_ids
@@ -603,7 +603,7 @@ def _positions(wire: _Wire, speech: Speech, complaints: list[str]) -> _Positions
         complaints.append("token ids: the route promises them, the reply does not have them all")
     if ids is not None and speech.token_ids:
         return _positions_by_id(wire, ids, speech, complaints)
-    return _positions_by_text(wire, complaints)
+    return _positions_by_text(wire, ask, complaints)
 
 
 def _positions_by_id(
@@ -634,7 +634,7 @@ def _positions_by_id(
     return _Positions(ids, data, placed)
 
 
-def _positions_by_text(wire: _Wire, complaints: list[str]) -> _Positions:
+def _positions_by_text(wire: _Wire, ask: Ask, complaints: list[str]) -> _Positions:
     entries = wire.entries
     if not entries:
         return _Positions(None, None)
@@ -652,7 +652,7 @@ def _positions_by_text(wire: _Wire, complaints: list[str]) -> _Positions:
         complaints.append("logprobs: the entries' bytes do not make up the reply's text")
         return _Positions(None, None)
     # An end-of-text token is counted, and has neither text nor, on most servers, an entry.
-    unseen = (wire.n_said or 0) - len(cut) - (wire.finish == "eos")
+    unseen = min(wire.n_said or 0, ask.n_tokens) - len(cut) - (wire.finish == "eos")
     cut += [(b"", None)] * max(unseen, 0)
     placed = [None if index is None else entries[index] for _, index in cut]
     return _Positions(None, [piece for piece, _ in cut], placed)

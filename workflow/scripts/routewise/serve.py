@@ -24,13 +24,14 @@ from routewise.claim import Held, hold_device
 from routewise.client import Client, Round
 from routewise.digest import digest_of
 from routewise.errors import RoutewiseError
+from routewise.identity import Identity
 from routewise.launch import launch_of
 from routewise.machine import describe_machine, device_scope
 from routewise.progress import Progress
 from routewise.reply import Ask, Reply
 from routewise.schema import REPLIES, read_table, table_of, write_table
 from routewise.serve_cell import ServeCell, ServeInputs
-from routewise.server import Identity, Server, attach, serve
+from routewise.server import Server, attach, serve
 from routewise.store import Store, fragment_key
 
 _REPLY_COLUMNS = tuple(field.name for field in fields(Reply))
@@ -274,7 +275,7 @@ class ServingJob:
         return one
 
     async def _look_at(self, server: Server, client: Client) -> None:
-        """Raise RoutewiseError where the server is gone or wedged, and did not just answer badly."""
+        """Raise RoutewiseError where the server is gone or wedged; bad answers are no reason."""
         server.note_progress()  # the client itself minds a server that stands still
         server.check()
         await client.wait_idle(self.cell.serving.stall_s)
@@ -344,8 +345,8 @@ def _no_columns() -> dict[str, list[Any]]:
 
 
 def _said_of_itself(props: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return what of ``/props`` says how the server was set; the template is the model's."""
-    kept = ("default_generation_settings", "total_slots", "model_ftype", "build_info")
+    """Return what of ``/props`` says how the server was set; each reply says how it was asked."""
+    kept = ("total_slots", "model_ftype", "build_info")
     return None if props is None else {key: props[key] for key in kept if key in props}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 
 from routewise.agree_verdict import judge_agree
+from routewise.arm_verdict import LOG_VARIANT, arms_of, judge_arm_route
 from routewise.interval import share_interval
 from routewise.serve_verdict import (
     LOGPROB,
@@ -26,6 +27,7 @@ from routewise.study import agree_pairs, batched_blocks
 from routewise.table import (
     AGREE_SWEEP,
     BATCHED_SWEEP,
+    DISPATCH_SWEEP,
     REPEAT_SWEEP,
     SOLO,
     Cell,
@@ -46,6 +48,7 @@ from routewise.verdict import (
 
 Entry = dict[str, Any]
 Entries = tuple[list[Entry], list[Entry]]  # controls, claims
+Doubts = Mapping[tuple[str, str], Sequence[str]]  # by route and model: why a claim is in doubt
 
 _NOTHING = {"prompts": 0, "positions": 0, "differing": 0}
 _CACHES = {
@@ -69,11 +72,46 @@ _OBSERVED = {
 }
 
 
-def serving_entries(tables: StudyTables) -> Entries:
+def arm_controls(tables: StudyTables) -> tuple[list[Entry], Doubts]:
+    """Return a control for each arm of the study, and why claims of arms are in doubt."""
+    controls: list[Entry] = []
+    doubts: dict[tuple[str, str], list[str]] = {}
+    sweeps = tables.study.get("sweeps", {})
+    for route, (base, families) in arms_of(tables.study).items():
+        models = [
+            model
+            for sweep in sweeps.values()
+            if route in sweep.get("routes", [])
+            for model in sweep.get("models", [])
+        ]
+        for model in dict.fromkeys(models):
+            judged = judge_arm_route(tables, route, model)
+            cells = [
+                tables.find(name, model, LOG_VARIANT, DISPATCH_SWEEP) for name in (base, route)
+            ]
+            control = _entry(
+                f"arm-counts/{route}/{model}",
+                DISPATCH_SWEEP,
+                (route, model),
+                f"{route} runs without {families}, which {base} runs, as the logs of both show",
+                judged,
+                EXACT,
+                sorted(cell.path for cell in cells if cell is not None),
+                {"route": route, "model": model, "variant": LOG_VARIANT, "arm_of": base},
+            )
+            control["interval"] = None  # widths are no sample
+            controls.append(control)
+            if judged.verdict != EXACT:
+                doubt = f"control {control['id']} does not hold: it is {judged.verdict}"
+                doubts[(route, model)] = [doubt]
+    return controls, doubts
+
+
+def serving_entries(tables: StudyTables, doubts: Doubts) -> Entries:
     """Return the controls and claims of a study's serving sweeps, in the order of the sweeps."""
     controls: list[Entry] = []
     claims: list[Entry] = []
-    makers: dict[str, Callable[[StudyTables, Mapping[str, Any]], Entries]] = {
+    makers: dict[str, Callable[[StudyTables, Mapping[str, Any], Doubts], Entries]] = {
         REPEAT_SWEEP: _repeat,
         BATCHED_SWEEP: _batched,
         AGREE_SWEEP: _agree,
@@ -82,7 +120,7 @@ def serving_entries(tables: StudyTables) -> Entries:
         sweep = tables.study.get("sweeps", {}).get(name)
         if not sweep:
             continue
-        own_controls, own_claims = make(tables, sweep)
+        own_controls, own_claims = make(tables, sweep, doubts)
         controls += own_controls
         claims += own_claims
         for route in dict.fromkeys(claim["route"] for claim in own_claims):
@@ -95,14 +133,16 @@ def serving_entries(tables: StudyTables) -> Entries:
 # ------------------------------------------------------------------------------------------ repeat
 
 
-def _repeat(tables: StudyTables, sweep: Mapping[str, Any]) -> Entries:
+def _repeat(tables: StudyTables, sweep: Mapping[str, Any], doubts: Doubts) -> Entries:
     expect = sweep.get("expect") or {}
     claims = []
     for route in sweep["routes"]:
         for model in sweep["models"]:
             cell = tables.find(route, model, SOLO, REPEAT_SWEEP)
             for cache in sweep["cache"]:
-                judged, rows, notes = _judge_repeat(tables, cell, cache)
+                judged, rows, notes = _judge_repeat(
+                    tables, cell, cache, doubts.get((route, model), ())
+                )
                 lives = int(rows["life"].nunique())
                 statement = (
                     f"The same request alone, again and again {_CACHES[cache]}, gets "
@@ -125,7 +165,7 @@ def _repeat(tables: StudyTables, sweep: Mapping[str, Any]) -> Entries:
 
 
 def _judge_repeat(
-    tables: StudyTables, cell: Cell | None, cache: str
+    tables: StudyTables, cell: Cell | None, cache: str, doubts: Sequence[str]
 ) -> tuple[ServeJudgement, pd.DataFrame, list[str]]:
     """Return the judgement, the rows, and what of it the route could not do."""
     if cell is None:
@@ -138,7 +178,7 @@ def _judge_repeat(
         cache,
         rounds=_rounds(cell, cache=cache),
         prompts=set(every["prompt_id"]),
-        invalid_reasons=cell.invalid_reasons,
+        invalid_reasons=[*cell.invalid_reasons, *doubts],
         unsupported=_unsupported(cell, refused),
     )
     notes = sorted(set(refused)) if judged.verdict != UNSUPPORTED else []
@@ -148,14 +188,14 @@ def _judge_repeat(
 # ----------------------------------------------------------------------------------------- batched
 
 
-def _batched(tables: StudyTables, sweep: Mapping[str, Any]) -> Entries:
+def _batched(tables: StudyTables, sweep: Mapping[str, Any], doubts: Doubts) -> Entries:
     expect = sweep.get("expect") or {}
     controls: list[Entry] = []
     claims: list[Entry] = []
     for route in sweep["routes"]:
         for model in sweep["models"]:
             replies = _batched_replies(tables, route, model)
-            doubts: dict[int, list[str]] = {}
+            failed: dict[int, list[str]] = {}
             for parallel in sorted(sweep["parallel"]):
                 control = _width_1_control(tables, route, model, parallel, replies)
                 if control is None:
@@ -163,11 +203,11 @@ def _batched(tables: StudyTables, sweep: Mapping[str, Any]) -> Entries:
                 controls.append(control)
                 if control["verdict"] not in (EXACT, UNSUPPORTED):
                     doubt = f"control {control['id']} does not hold: it is {control['verdict']}"
-                    doubts[parallel] = [doubt]
-            base = doubts.get(min(sweep["parallel"]), [])
+                    failed[parallel] = [doubt]
+            base = [*doubts.get((route, model), ()), *failed.get(min(sweep["parallel"]), [])]
             for parallel in sweep["parallel"]:
                 cell = tables.find(route, model, f"p{parallel}", BATCHED_SWEEP)
-                against = list(dict.fromkeys([*base, *doubts.get(parallel, [])]))
+                against = list(dict.fromkeys([*base, *failed.get(parallel, [])]))
                 for width, mix, prefill in batched_blocks(sweep, parallel):
                     if width == 1:
                         continue
@@ -299,13 +339,14 @@ def _worst_of(judgements: Sequence[ServeJudgement], unsupported: str) -> ServeJu
 # ------------------------------------------------------------------------------------------- agree
 
 
-def _agree(tables: StudyTables, sweep: Mapping[str, Any]) -> Entries:
+def _agree(tables: StudyTables, sweep: Mapping[str, Any], doubts: Doubts) -> Entries:
     expect = sweep.get("expect") or {}
     controls: list[Entry] = []
     claims: list[Entry] = []
     for model in sweep["models"]:
-        doubts: dict[str, list[str]] = {}
+        failed: dict[str, list[str]] = {}
         for route in sweep["routes"]:
+            failed[route] = list(doubts.get((route, model), ()))
             judged, pair, sides = _judge_pair(tables, (route, route), model, 1, [])
             control = _pair_entry(
                 tables,
@@ -321,9 +362,9 @@ def _agree(tables: StudyTables, sweep: Mapping[str, Any]) -> Entries:
             controls.append(control)
             if judged.verdict not in (EXACT, UNSUPPORTED):
                 doubt = f"control {control['id']} does not hold: it is {judged.verdict}"
-                doubts[route] = [doubt]
+                failed[route].append(doubt)
         for one, two in agree_pairs(sweep):
-            against = [*doubts.get(one, []), *doubts.get(two, [])]
+            against = [*failed[one], *failed[two]]
             for width in sweep["widths"]:
                 judged, pair, sides = _judge_pair(tables, (one, two), model, width, against)
                 claims.append(
@@ -344,7 +385,7 @@ def _agree(tables: StudyTables, sweep: Mapping[str, Any]) -> Entries:
 def _agree_statement(one: str, two: str, width: int, judged: ServeJudgement) -> str:
     how = "one request at a time" if width == 1 else f"{width} copies in flight"
     same_weights = (judged.measures.get("agreement") or {}).get("arithmetic_only") is not False
-    what = "" if same_weights else " (not arithmetic only: the weights are not the same)"
+    what = "" if same_weights else " (not arithmetic only: one of them loads requantised weights)"
     return f"{one} and {two}, {how}, give {_OBSERVED[judged.observable]}{what}"
 
 
@@ -372,12 +413,15 @@ def _judge_pair(
                 f"{len(broken)} of {len(rows)} replies of {route} are invalid: "
                 f"{broken['reason'].iloc[0]}"
             )
-        prompts |= set(rows["prompt_id"])
+        prompts |= set(rows.loc[rows["n_received"] > 0, "prompt_id"])
         witnesses[route] = witness_of(rows[rows["status"] == "ok"], width)
     if cell is None:
         return _refused_or_unmeasured(unsupported), None, sides
+    rows = tables.rows_of(cell)
+    if pair[0] == pair[1]:
+        rows = rows.assign(arithmetic_only=True)  # a route's weights are its own
     judged = judge_agree(
-        tables.rows_of(cell),
+        rows,
         width=width,
         witnesses=witnesses,
         prompts=prompts,
@@ -388,11 +432,10 @@ def _judge_pair(
 
 
 def _picked(rows: pd.DataFrame, cell: Cell | None, side: str) -> pd.DataFrame:
-    """Return the replies of a capture that stand for its route in a pair: one round of one life."""
+    """Return the replies of a capture that stand for its route in a pair: those it picked."""
     if cell is None:
         return rows
-    pick = (cell.provenance.get("cell") or {}).get(f"pick_{side}") or {}
-    return _where(rows, {key: value for key, value in pick.items() if key in ("life", "round")})
+    return _where(rows, (cell.provenance.get("settings") or {}).get(f"pick_{side}") or {})
 
 
 def _pair_entry(

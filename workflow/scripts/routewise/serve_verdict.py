@@ -1,8 +1,9 @@
 """Verdicts on what one route's server said: repeated requests, and requests in a batch.
 
 Only ``exact`` is a pass, and it takes: replies at all, none of them invalid, every one of them
-equal, and a witness that what was asked for really happened. What is compared is the weakest
-observable of all the replies that meet (chosen logprob, token ids, text), and a verdict names it.
+equal, and a witness that what was asked for really happened. ``exact`` holds for the weakest
+observable of all the replies that meet (chosen logprob, token ids, text) and no stronger one, and
+``differs`` for what showed it; a verdict names its observable.
 
 Positions are positions of a *prompt*: however many copies and rounds there were, a token position
 is counted once, and it differs where it differs in any reply. Beyond the first token that differs
@@ -20,9 +21,7 @@ import pandas as pd
 
 from routewise.state import (
     BLOCK,
-    PairCounts,
     SoloScore,
-    StateCounts,
     count_consecutive,
     count_cross_pairs,
     count_pairs,
@@ -61,6 +60,11 @@ COLD_TOKENS_MAX = 1
 
 _PROBE = "probe"
 _IDENTITY = [*BLOCK, "prompt_index", "round", "copy"]
+_RECORD = [
+    *("prompt_index", "prompt_id", "life", "round", "copy", "status", "observable", "text"),
+    *("token_ids", "token_bytes", "logprobs", "logprob_bits", "logprob_status"),
+    *("state", "tokens_hash", "busy_per_decode"),
+]
 
 
 @dataclass(frozen=True)
@@ -104,22 +108,36 @@ def observable_of(rows: pd.DataFrame) -> str:
     return OBSERVABLES[weakest or "text"]
 
 
-def key_column(observable: str) -> str:
-    """Return the column that has to be equal under an observable: the state, or the tokens."""
-    return "state" if observable == LOGPROB else "tokens_hash"
+def answer_keys(group: pd.DataFrame) -> list[bytes]:
+    """Return what tells the answers of replies to one request apart: their states.
+
+    Where some replies show less than others it is their tokens, or their text.
+    """
+    found = set(group["observable"])
+    if len(found) == 1:
+        return [bytes(state) for state in group["state"]]
+    column = "text" if "text" in found else "tokens_hash"
+    return [bytes(value) for value in group[column]]
 
 
-def _n_equal(pairs: PairCounts, observable: str) -> int:
-    return pairs.n_equal if observable == LOGPROB else pairs.n_same_tokens
+def same_answer(reference: Reply, reply: Reply, compared: Comparison) -> bool:
+    """Say whether two replies are one answer, as far as both show it."""
+    if reference["observable"] == reply["observable"]:
+        return bool(reference["state"] == reply["state"])
+    return compared.equal
 
 
-def compare_replies(reference: Reply, reply: Reply, observable: str) -> Comparison:
+def compare_replies(reference: Reply, reply: Reply) -> Comparison:
     """Compare two replies (rows of schema.REPLIES) position by position.
 
-    A reply that ends earlier differs at the position after its end. Logprobs are compared by bits
-    and status, and only under ``chosen logprob``. Under ``text`` a position is a byte.
+    A reply that ends earlier differs at the position after its end. Logprobs differ where their
+    bits do, and, of two replies with one observable, where their status does; of two that show
+    unlike much, only logprobs that both have count. Where one shows text alone a position is a
+    byte of it.
     """
-    left, right = _tokens(reference, reply, observable)
+    alike = reference["observable"] == reply["observable"]
+    is_text = "text" in (reference["observable"], reply["observable"])
+    left, right = _tokens(reference, reply, is_text)
     n_both = min(len(left), len(right))
     differing = [place for place in range(n_both) if left[place] != right[place]]
     if differing:
@@ -130,25 +148,30 @@ def compare_replies(reference: Reply, reply: Reply, observable: str) -> Comparis
     n = n_equal + (flip is not None)
     moved = np.zeros(n, dtype=bool)
     dlogp = np.full(n, np.nan)
-    if observable == LOGPROB:
+    if not is_text:
         bits = [np.asarray(row["logprob_bits"], dtype=float) for row in (reference, reply)]
         statuses = [np.asarray(row["logprob_status"], dtype=object) for row in (reference, reply)]
         values = [np.asarray(row["logprobs"], dtype=float) for row in (reference, reply)]
         known = min(n_equal, *(len(one) for one in (*bits, *statuses, *values)))
         one, two = (found[:known] for found in bits)
+        said_one, said_two = (found[:known] for found in statuses)
+        both = (said_one == "ok") & (said_two == "ok")
         same = (one == two) | (np.isnan(one) & np.isnan(two))
-        moved[:known] = ~same | (statuses[0][:known] != statuses[1][:known])
-        moved[known:n_equal] = len(bits[0]) != len(bits[1])
-        dlogp[:known] = np.abs(values[0][:known] - values[1][:known])
+        moved[:known] = ~same | (said_one != said_two) if alike else both & ~same
+        moved[known:n_equal] = alike and len(bits[0]) != len(bits[1])
+        dlogp[:known] = np.where(both, np.abs(values[0][:known] - values[1][:known]), np.nan)
     if flip is not None:
         moved[flip] = True
     return Comparison(n, moved, dlogp, flip)
 
 
-def _tokens(reference: Reply, reply: Reply, observable: str) -> tuple[list[Any], list[Any]]:
-    """Return both replies' tokens in the same currency: ids, else bytes, else those of the text."""
+def _tokens(reference: Reply, reply: Reply, is_text: bool) -> tuple[list[Any], list[Any]]:
+    """Return both replies' tokens in the same currency: ids, else bytes, else those of the text.
+
+    The tokens of a reply that shows text alone are no more than a guess, if it has any.
+    """
     pair = (reference, reply)
-    for column in ("token_ids", "token_bytes"):
+    for column in ("token_ids", "token_bytes") if not is_text else ():
         if all(row[column] is not None for row in pair):
             left, right = ([_plain(token) for token in row[column]] for row in pair)
             return left, right
@@ -169,6 +192,7 @@ class _Positions:
         self._flipped: set[tuple[str, int]] = set()
         self.worst: dict[str, Any] | None = None
         self.first: dict[str, Any] | None = None
+        self.bits_moved = False  # somewhere a logprob differs, and not the token
 
     def add(self, row: Reply, compared: Comparison) -> None:
         """Count one reply's comparison with its reference."""
@@ -182,6 +206,7 @@ class _Positions:
             self._flipped.add((prompt, compared.flip))
         if compared.equal:
             return
+        self.bits_moved |= int(compared.moved.sum()) > (compared.flip is not None)
         place = int(np.flatnonzero(compared.moved)[0])
         if self.first is None or place < self.first["position"]:
             self.first = {**_place(row, place), "token_differs": place == compared.flip}
@@ -298,15 +323,14 @@ def _gaps(probes: pd.DataFrame, block: pd.DataFrame, width: int, rounds: int | N
 
 def _notes(rows: pd.DataFrame, observable: str) -> list[str]:
     """Return what qualifies a verdict on these replies without changing it."""
-    notes = []
-    if observable != LOGPROB:
-        notes.append(f"{observable} alone could be compared: the replies show no logprobs")
-        return notes
     statuses = np.concatenate([np.asarray(one, dtype=object) for one in rows["logprob_status"]])
-    unsaid = int((statuses != "ok").sum())
-    if unsaid:
-        notes.append(f"{unsaid} of {len(statuses)} tokens have no logprob: their ids alone count")
-    return notes
+    unsaid, said = int((statuses != "ok").sum()), int((statuses == "ok").sum())
+    told = (
+        f"{unsaid} of {unsaid + said} tokens have no logprob" if said else "there are no logprobs"
+    )
+    if observable != LOGPROB:
+        return [f"{observable} alone could be compared: {told}"]
+    return [f"{told}: there the token alone counts"] if unsaid else []
 
 
 def _saturated_share(rows: pd.DataFrame) -> float | None:
@@ -316,11 +340,10 @@ def _saturated_share(rows: pd.DataFrame) -> float | None:
 
 
 def _records(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    order = ["prompt_index", "life", "round", "copy"]
-    return [
-        {str(key): value for key, value in row.items()}
-        for row in rows.sort_values(order, kind="stable").to_dict("records")
-    ]
+    """Return what is compared of replies, in the order in which they were asked for."""
+    ordered = rows[_RECORD].sort_values(["prompt_index", "life", "round", "copy"], kind="stable")
+    columns = [ordered[name].tolist() for name in _RECORD]
+    return [dict(zip(_RECORD, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 # ------------------------------------------------------------------------------------------ repeat
@@ -352,7 +375,7 @@ def judge_repeat(
     """
     fine = rows[rows["status"] == "ok"]
     observable = observable_of(fine)
-    found = _compare_within(fine, observable)
+    found = _compare_within(fine)
     n = {**found.n, "invalid": len(rows) - len(fine)}
     measures = {"states": found.states, "saturated_share": _saturated_share(fine)}
     if unsupported and rows.empty:
@@ -377,7 +400,8 @@ def judge_repeat(
         return ServeJudgement(UNOBSERVABLE, n, [reason], None, None, observable, measures)
     notes = _notes(fine, observable)
     if n["differing_pairs"]:
-        return ServeJudgement(DIFFERS, n, notes, found.worst, found.first, observable, measures)
+        shown = found.seen_by or observable
+        return ServeJudgement(DIFFERS, n, notes, found.worst, found.first, shown, measures)
     unseen = int(fine["cache_n"].isna().sum())
     if unseen and cache != "off":
         reason = f"{unseen} replies do not say how much of the prompt came from the cache"
@@ -396,44 +420,79 @@ class _Found:
     worst: dict[str, Any] | None
     first: dict[str, Any] | None
     contradictions: list[str]
+    seen_by: str | None  # the strongest observable that showed a difference
 
 
-def _compare_within(fine: pd.DataFrame, observable: str) -> _Found:
+def _compare_within(fine: pd.DataFrame) -> _Found:
     """Compare all replies of each prompt with each other; positions with the prompt's first."""
     positions = _Positions()
     pairs = {"pairs": 0, "differing_pairs": 0, "pairs_across_lives": 0, "differing_across_lives": 0}
     states: list[dict[str, Any]] = []
     contradicting = 0
-    key = key_column(observable)
     for _, group in fine.groupby("prompt_index", sort=True):
-        counted = count_pairs(group)
-        pairs["pairs"] += counted.n_pairs
-        pairs["differing_pairs"] += counted.n_pairs - _n_equal(counted, observable)
-        lives = [mine for _, mine in group.groupby("life", sort=True)]
-        for place, one in enumerate(lives):
-            for two in lives[place + 1 :]:
-                counted = count_cross_pairs(one, two)
-                pairs["pairs_across_lives"] += counted.n_pairs
-                differing = counted.n_pairs - _n_equal(counted, observable)
-                pairs["differing_across_lives"] += differing
         replies = _records(group)
+        for name, count in _count_pairs(group, replies).items():
+            pairs[name] += count
         for row in replies[1:]:
-            compared = compare_replies(replies[0], row, observable)
-            contradicting += compared.equal != (row[key] == replies[0][key])
+            compared = compare_replies(replies[0], row)
+            contradicting += compared.equal != same_answer(replies[0], row, compared)
             positions.add(row, compared)
-        states.append(_prompt_states(group, key))
+        states.append(_prompt_states(group))
     n = {
         **positions.n,
         "replies": len(fine),
         **pairs,
         "states": sum(found["observed"] for found in states),
     }
+    return _found(n, states, positions, contradicting, fine)
+
+
+def _count_pairs(group: pd.DataFrame, replies: Sequence[Reply]) -> dict[str, int]:
+    """Return how many pairs of a prompt's replies there are, and how many differ."""
+    if group["observable"].nunique() > 1:  # rare: each pair as far as both of it show
+        counts = dict.fromkeys(("pairs", "differing_pairs"), 0)
+        counts |= dict.fromkeys(("pairs_across_lives", "differing_across_lives"), 0)
+        for place, one in enumerate(replies):
+            for two in replies[place + 1 :]:
+                differs = not same_answer(one, two, compare_replies(one, two))
+                across = one["life"] != two["life"]
+                counts["pairs"] += 1
+                counts["differing_pairs"] += differs
+                counts["pairs_across_lives"] += across
+                counts["differing_across_lives"] += differs and across
+        return counts
+    every = count_pairs(group)
+    lives = [mine for _, mine in group.groupby("life", sort=True)]
+    across_lives = [
+        count_cross_pairs(one, two) for place, one in enumerate(lives) for two in lives[place + 1 :]
+    ]
+    return {
+        "pairs": every.n_pairs,
+        "differing_pairs": every.n_pairs - every.n_equal,
+        "pairs_across_lives": sum(pairs.n_pairs for pairs in across_lives),
+        "differing_across_lives": sum(pairs.n_pairs - pairs.n_equal for pairs in across_lives),
+    }
+
+
+def _found(
+    n: dict[str, int],
+    states: Sequence[Mapping[str, Any]],
+    positions: _Positions,
+    contradicting: int,
+    rows: pd.DataFrame,
+) -> _Found:
+    if positions.bits_moved:
+        seen_by: str | None = LOGPROB
+    else:
+        strongest = (OBSERVABLES[key] for key in OBSERVABLES if key in set(rows["observable"]))
+        seen_by = next(strongest, None)
     return _Found(
         n,
         summarise_states(states),
         positions.worst,
         positions.first,
         _contradictions(contradicting),
+        seen_by,
     )
 
 
@@ -441,8 +500,8 @@ def _contradictions(n: int) -> list[str]:
     return [f"{n} replies and their states contradict each other"] if n else []
 
 
-def _prompt_states(group: pd.DataFrame, key: str) -> dict[str, Any]:
-    counts: StateCounts = count_states(list(group[key]))
+def _prompt_states(group: pd.DataFrame) -> dict[str, Any]:
+    counts = count_states(answer_keys(group))
     return {
         "prompt_id": str(group["prompt_id"].iloc[0]),
         "replies": counts.n_replies,
@@ -516,13 +575,13 @@ def judge_batched(
     fine = probes[probes["status"] == "ok"]
     alone = solo[solo["status"] == "ok"]
     observable = observable_of(pd.concat([fine, alone]) if len(alone) else fine)
-    found, score, moved = _compare_with_solo(fine, alone, observable)
+    found, score, moved = _compare_with_solo(fine, alone)
     witness = witness_of(fine, width)
     n = {**found.n, "invalid": int((block["status"] != "ok").sum())}
     measures = {
         "states": found.states,
         "solo": score,
-        "pairs": _pair_measures(fine, observable),
+        "pairs": _pair_measures(fine),
         "witness": witness,
         "saturated_share": _saturated_share(fine),
     }
@@ -535,7 +594,7 @@ def judge_batched(
             reasons,
             found.worst if seen else None,
             found.first if seen else None,
-            observable,
+            (found.seen_by or observable) if verdict == DIFFERS else observable,
             measures,
         )
 
@@ -616,7 +675,7 @@ def _mean(values: pd.Series) -> float | None:
 
 
 def _compare_with_solo(
-    fine: pd.DataFrame, alone: pd.DataFrame, observable: str
+    fine: pd.DataFrame, alone: pd.DataFrame
 ) -> tuple[_Found, dict[str, Any] | None, list[float]]:
     """Compare each reply with its prompt's solo reply.
 
@@ -627,17 +686,16 @@ def _compare_with_solo(
     states: list[dict[str, Any]] = []
     moved: list[float] = []
     n_replies = n_differing = contradicting = 0
-    key = key_column(observable)
     references = {prompt: _records(group)[0] for prompt, group in alone.groupby("prompt_index")}
     for prompt, group in fine.groupby("prompt_index", sort=True):
-        states.append(_prompt_states(group, key))
+        states.append(_prompt_states(group))
         reference = references.get(prompt)
         if reference is None:
             continue
         scores.append(score_against(reference, group))
         for row in _records(group):
-            compared = compare_replies(reference, row, observable)
-            same = row[key] == reference[key]
+            compared = compare_replies(reference, row)
+            same = same_answer(reference, row, compared)
             contradicting += compared.equal != same
             positions.add(row, compared)
             n_replies += 1
@@ -650,13 +708,7 @@ def _compare_with_solo(
         "differing_replies": n_differing,
         "states": sum(found["observed"] for found in states),
     }
-    found = _Found(
-        n,
-        summarise_states(states),
-        positions.worst,
-        positions.first,
-        _contradictions(contradicting),
-    )
+    found = _found(n, states, positions, contradicting, fine)
     return found, summarise_scores(scores), moved
 
 
@@ -701,7 +753,7 @@ def _share(places: Sequence[Any]) -> float | None:
     return sum(prefix.n_kept for prefix in places) / positions if positions else None
 
 
-def _pair_measures(fine: pd.DataFrame, observable: str) -> dict[str, int]:
+def _pair_measures(fine: pd.DataFrame) -> dict[str, int]:
     """Return equal pairs: of the same copy in consecutive rounds, and of all replies of a prompt.
 
     Doubled replies are somebody else's reason to refuse; here only their first counts.
@@ -722,9 +774,9 @@ def _pair_measures(fine: pd.DataFrame, observable: str) -> dict[str, int]:
     every = [count_pairs(group) for _, group in once.groupby("prompt_index")]
     return {
         "consecutive": following.n_pairs,
-        "consecutive_equal": _n_equal(following, observable),
+        "consecutive_equal": following.n_equal,
         "all": sum(pairs.n_pairs for pairs in every),
-        "all_equal": sum(_n_equal(pairs, observable) for pairs in every),
+        "all_equal": sum(pairs.n_equal for pairs in every),
     }
 
 
@@ -748,7 +800,7 @@ def judge_width_1(
     references = first.drop_duplicates("prompt_index").set_index(_IDENTITY).index
     others = fine[~fine.set_index(_IDENTITY).index.isin(references)]
     observable = observable_of(pd.concat([fine, alone]) if len(alone) else fine)
-    found, score, _ = _compare_with_solo(others, alone, observable)
+    found, score, _ = _compare_with_solo(others, alone)
     n = {**found.n, "invalid": len(rows) - len(fine)}
     measures = {
         "states": found.states,
@@ -771,5 +823,6 @@ def judge_width_1(
         return ServeJudgement(UNOBSERVABLE, n, [reason], None, None, observable, measures)
     notes = _notes(fine, observable)
     if n["differing_replies"]:
-        return ServeJudgement(DIFFERS, n, notes, found.worst, found.first, observable, measures)
+        shown = found.seen_by or observable
+        return ServeJudgement(DIFFERS, n, notes, found.worst, found.first, shown, measures)
     return ServeJudgement(EXACT, n, notes, None, None, observable, measures)

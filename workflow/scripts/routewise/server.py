@@ -29,7 +29,8 @@ from typing import IO, Any, NoReturn, TypeVar
 import httpx
 
 from routewise.errors import RoutewiseError
-from routewise.identity import ANYONE, Identity, compare_process, compare_props
+from routewise.identity import ANYONE, compare_process, compare_props
+from routewise.identity import Identity as Identity  # asked for with a launch
 from routewise.port import free_port, is_port_free, listening_inodes, socket_inodes
 from routewise.process import KeptProcess, end_session, server_environment
 from routewise.symptom import PORT_TAKEN, describe_exit, explain_log
@@ -184,7 +185,7 @@ class Server:
         self._log_from = log_from
         self._memory_before: int | None = None
         self._progress_s = time.monotonic()
-        self._web = httpx.Client(base_url=url, timeout=HEALTH_TIMEOUT_S, trust_env=process is None)
+        self._web = httpx.Client(base_url=url, timeout=HEALTH_TIMEOUT_S, trust_env=False)
 
     # ------------------------------------------------------------------------------------- watch
 
@@ -279,9 +280,10 @@ class Server:
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
         handle = -1
+        if self.proof is not None:
+            raise RoutewiseError(f"server at {self.url} was stopped before it was asked")
         if self._process is not None:
-            if self._process.handle < 0:
-                self._check_alive()
+            self._check_alive()
             # a duplicate: stopping the server closes the other while this one is still watched
             handle = os.dup(self._process.handle)
             loop.add_reader(handle, ended.set)
@@ -351,7 +353,7 @@ class Server:
         self.proof = StopProof(
             exit_code=self._process.exit_code,
             needed_kill=needed_kill,
-            port_free=_wait_until(lambda: is_port_free(host, port), _PORT_LIMIT_S),
+            port_free=_port_comes_free(host, port),
             n_strays=self._process.n_strays,
             n_processes_left=left,
             device_memory_free=self._memory_free(),
@@ -369,6 +371,12 @@ class Server:
             return now is not None and now <= before + MEMORY_SLACK_MIB
 
         return _wait_until(came_back, MEMORY_LIMIT_S)
+
+
+def _port_comes_free(host: str, port: int) -> bool:
+    """Wait for a port; in vain where somebody listens, who must be another by now."""
+    _wait_until(lambda: is_port_free(host, port) or bool(listening_inodes(port)), _PORT_LIMIT_S)
+    return is_port_free(host, port)
 
 
 def _wait_until(question: Callable[[], bool], limit_s: float) -> bool:
@@ -490,7 +498,7 @@ def _start_on_a_port(launch: Launch, command: Sequence[str], log: IO[bytes]) -> 
             process = KeptProcess(argv, environment, log)
         except OSError as error:
             raise RoutewiseError(
-                f"{argv[0]}: cannot be started: {error.strerror or error}",
+                f"{argv[0]}: cannot be started: {error}",
                 "a script needs a first line that names an interpreter which exists here",
             ) from None
         server = Server(

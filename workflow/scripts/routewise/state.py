@@ -8,6 +8,7 @@ Functions that take ``rows`` take them as an Arrow table or as a DataFrame with 
 schema.REPLIES (each function names those it reads; others may be there). Rows whose ``status`` is
 not ok are no evidence: they are counted as invalid and compared with nothing. A logprob counts
 where its own status is ok, and only there; a missing one is never 0.
+Neighbours and fillers stand under their probe's prompt: who gives rows gives those of one role.
 
 Positions are those of tokens: by id where every reply has ids, else by the bytes of each token.
 Where a route sends text alone they are bytes of the text, and ``unit`` says so.
@@ -352,7 +353,7 @@ class FirstDifference:
 
 
 def first_difference(a: Row, b: Row) -> FirstDifference | None:
-    """Return where two replies first differ, or None where they have one state.
+    """Return where two replies first differ, or None where they show no difference.
 
     ``a`` and ``b`` are rows of schema.REPLIES, as mappings (``table.to_pylist()``) or of a
     DataFrame. Raises ValueError where one of them is invalid.

@@ -99,7 +99,7 @@ def serving_table(entries: Iterable[Mapping[str, Any]], sweep: str, whole_names:
     }[sweep]
 
     def shown(entry: Mapping[str, Any]) -> list[str]:
-        return [{True: "-"}.get(not value, value) for value in serving_values(entry)]
+        return [value or "-" for value in serving_values(entry)]
 
     return _table(entries, f"{sweep} claim", whole_names, columns, shown, f"{sweep}/")
 
