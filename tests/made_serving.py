@@ -242,8 +242,8 @@ class MadeServing:
         paths = []
         for one, two, width in wanted:
             pair, variant = f"{one}|{two}", f"w{width}"
-            sides = [self.captures.get((route, width)) for route in (one, two)]
-            if ("agree", pair, variant) in self.left_out or None in sides:
+            a, b = (self.captures.get((route, width)) for route in (one, two))
+            if ("agree", pair, variant) in self.left_out or a is None or b is None:
                 continue
             cell = PairCell(
                 sweep="agree",
@@ -256,7 +256,7 @@ class MadeServing:
                 pick_b={"life": int(one == two), "round": 0},
             )
             path = self.folder / "cells" / f"agree.{one}+{two}.{MODEL}.{variant}.parquet"
-            compare_pair(cell, *map(Path, map(str, sides)), "c" * 64, path)
+            compare_pair(cell, a, b, "c" * 64, path)
             paths.append(path)
         return paths
 

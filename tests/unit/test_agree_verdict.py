@@ -30,11 +30,11 @@ A, B = make_answer(1, 40), make_answer(2, 40)
 def aligned(
     left: Sequence[Answer], right: Sequence[Answer], match: str = "ids", same_weights: bool = True
 ) -> pd.DataFrame:
-    sides = (
+    a, b = (
         replies_table([make_row(answer, prompt_index=n) for n, answer in enumerate(answers)])
         for answers in (left, right)
     )
-    return agree_rows(*sides, same_weights, match).to_pandas()
+    return agree_rows(a, b, same_weights, match).to_pandas()
 
 
 def test_equal_tokens_and_bits_are_exact() -> None:
@@ -73,11 +73,11 @@ def test_another_token_is_a_difference_and_nothing_counts_behind_it() -> None:
 
 
 def test_copies_of_one_prompt_count_its_positions_once() -> None:
-    sides = [
+    a, b = (
         replies_table([make_row(answer, copy=copy, width=2) for copy, answer in enumerate(pair)])
         for pair in ((A, A), (A, shifted(A, 30, 0.5)))
-    ]
-    judged = judge_agree(agree_rows(*sides, True, "ids").to_pandas())
+    )
+    judged = judge_agree(agree_rows(a, b, True, "ids").to_pandas())
     assert (judged.n["positions"], judged.n["differing"], judged.n["replies"]) == (40, 10, 2)
 
 

@@ -704,6 +704,37 @@ def test_limit_in_this_process_leaves_no_handler(folder: Path) -> None:
     assert_nothing_left(folder)
 
 
+@pytest.mark.parametrize("limited", [{"cpu"}, {"npu"}, {"cpu", "npu"}], ids=" and ".join)
+def test_limit_of_one_of_two_claims_ends_that_one(folder: Path, limited: set[str]) -> None:
+    outer, inner = (
+        ClaimSpec(device, limit_minutes=0.0005 if device in limited else 60)
+        for device in ("cpu", "npu")
+    )
+    ended = []
+
+    def work() -> None:
+        try:
+            with hold_device(inner, "inner", folder, stream=io.StringIO()):
+                try:
+                    threading.Event().wait(PATIENCE_S)
+                finally:
+                    # cleaning up takes longer than the other limit, and is not disturbed
+                    ends_s = time.monotonic() + 0.2
+                    while time.monotonic() < ends_s:
+                        time.sleep(0.01)
+                    ended.append("cleaned up")
+        finally:
+            ended += [found.device for found in all_claims(folder)]
+
+    with (
+        pytest.raises(RoutewiseError, match=f"held ({'|'.join(limited)}) for"),
+        hold_device(outer, "outer", folder, stream=io.StringIO()),
+    ):
+        work()
+    assert ended == ["cleaned up", "cpu"]
+    assert_nothing_left(folder)
+
+
 def test_limit_of_a_task_is_not_swallowed_here(folder: Path) -> None:
     spec = ClaimSpec("cpu", limit_minutes=0.0005)
     with (

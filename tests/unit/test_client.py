@@ -270,6 +270,15 @@ class _RefusedLane:
         """Have nothing to close."""
 
 
+def test_a_round_asks_for_something() -> None:
+    async def scenario() -> None:
+        async with talking(hang) as (_, client):
+            await client.release([])
+
+    with pytest.raises(ValueError, match="no requests"):
+        asyncio.run(scenario())
+
+
 def test_a_mistake_of_ours_is_no_fault_of_the_server() -> None:
     class BrokenLane(_RefusedLane):
         async def handle_async_request(self, _: object) -> None:

@@ -12,6 +12,7 @@ import pytest
 from made_cells import MadeStudy
 from made_serving import MadeServing
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from routewise import figure as drawn
 from routewise.figure import (
     draw_agree_dlogp,
@@ -135,12 +136,18 @@ def test_nothing_of_matplotlibs_own_state_is_changed(tables: StudyTables) -> Non
     assert dict(mpl.rcParams) == before
 
 
+def heights_of(line: Line2D) -> np.ndarray:
+    return np.asarray(line.get_ydata(), dtype=float)
+
+
 def test_states_are_drawn_as_counted_with_the_estimate_above(tables: StudyTables) -> None:
     figure = draw_states_by_width(tables.replies, tables.study)
     panels = {axes.get_title(loc="left"): axes for axes in figure.axes}
     assert set(panels) == {"cpu-stock", "cpu-exact"}
     heights = {
-        name: {float(line.get_ydata()[0]) for line in axes.lines if line.get_marker() in "osD"}
+        name: {
+            float(heights_of(line)[0]) for line in axes.lines if line.get_marker() in tuple("osD")
+        }
         for name, axes in panels.items()
     }
     assert heights == {"cpu-stock": {3.0}, "cpu-exact": {1.0}}
@@ -159,11 +166,13 @@ def test_invalid_replies_are_left_out_of_figures_and_counted(tables: StudyTables
 def test_kept_tokens_are_lines_by_length(tables: StudyTables) -> None:
     figure = draw_solo_token_kept(tables.replies, tables.study)
     panels = {axes.get_title(loc="left"): axes for axes in figure.axes}
-    exact = [line for line in panels["cpu-exact"].lines if len(line.get_ydata()) == 3]
-    stock = [line for line in panels["cpu-stock"].lines if len(line.get_ydata()) == 3]
+    exact, stock = (
+        [heights_of(line) for line in panels[name].lines if len(heights_of(line)) == 3]
+        for name in ("cpu-exact", "cpu-stock")
+    )
     assert len(exact) == len(stock) == 3
-    assert all((np.asarray(line.get_ydata()) == 100.0).all() for line in exact)
-    assert all(line.get_ydata()[0] > line.get_ydata()[-1] for line in stock)
+    assert all((heights == 100.0).all() for heights in exact)
+    assert all(heights[0] > heights[-1] for heights in stock)
     labels = [label.get_text() for label in panels["cpu-stock"].get_xticklabels()]
     assert labels == ["first 16", "first 32", "all"]
 

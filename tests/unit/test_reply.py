@@ -30,6 +30,7 @@ from routewise.state import state_of, tokens_hash_of
 REPLIES_FOLDER = Path(__file__).parent / "replies"
 LLAMA = Speech()
 OPENAI = Speech(api="openai", token_ids=False)
+ENTRIES = "completion_probabilities"
 LOGPROB = -1.5676718950271606  # a float32, widened
 LOWEST = -3.4028234663852886e38
 EMOJI_PROMPT = (
@@ -314,6 +315,23 @@ def test_a_speculative_reply_is_no_evidence_of_logprobs(drafted: bool) -> None:
     assert reply.draft_n == (2 if drafted else None)
 
 
+def test_a_real_speculative_reply_is_recognised() -> None:
+    body = recorded("llama_speculative")
+    sent = {(entry["logprob"], len(entry["top_logprobs"])) for entry in body[ENTRIES]}
+    assert (0.0, 0) in sent  # what this server says of a token that was drafted
+    ask = Ask((), None, 24, 1, cache_prompt=False)
+    reply = parse_reply(body, ask, LLAMA)
+    assert (reply.status, reply.reason, reply.observable) == ("ok", None, "token-ids")
+    assert reply.draft_n == 13
+    del body["timings"]["draft_n"]  # a server that does not count what it drafts
+    without = parse_reply(body, ask, LLAMA)
+    assert without.observable == "token-ids"
+    assert without.state == reply.state
+    for entry in body[ENTRIES]:  # and the inverse: without the signs it would be believed
+        entry["top_logprobs"] = [{"id": 5, "token": "a", "logprob": entry["logprob"]}]
+    assert parse_reply(body, ask, LLAMA).observable == "chosen-logprob"
+
+
 def test_draft_tokens_alone_are_enough() -> None:
     reply = read([5, 6], timings={"cache_n": 0, "draft_n": 3})
     assert reply.observable == "token-ids"
@@ -416,6 +434,22 @@ def test_without_ids_entries_that_do_not_spell_the_text_are_refused() -> None:
     assert "do not make up the reply's text" in reply.reason
 
 
+def test_bytes_that_the_text_had_to_replace_are_read_from_the_entries() -> None:
+    body = openai_reply(["x", "y"], "one\ufffd")
+    for entry, data in zip(logprobs_of(body), (b"one", b"\xf0\x9f"), strict=True):
+        entry["bytes"] = list(data)
+    reply = parse_reply(body, ask_for(2), OPENAI)
+    assert (reply.status, reply.text) == ("ok", b"one\xf0\x9f")
+    assert reply.observable == "chosen-logprob"
+    logprobs_of(body)[0]["bytes"] = list(b"two")
+    assert parse_reply(body, ask_for(2), OPENAI).status == "invalid"
+
+
+def logprobs_of(body: dict[str, Any]) -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = body["choices"][0]["logprobs"]["content"]
+    return content
+
+
 def test_the_older_form_of_logprobs_is_read() -> None:
     older = {
         "tokens": ["one", "bytes:\\xf0\\x9f"],
@@ -514,6 +548,7 @@ def test_another_setting_makes_the_reply_invalid(key: str, said: Any) -> None:
         ({"timings": 3, "content": 3}, "another shape"),
         ({"completion_probabilities": [3, 4]}, "another shape"),
         ({"completion_probabilities": [{"id": 5, "bytes": [300]}]}, "another shape"),
+        ({"completion_probabilities": [{"id": 5, "bytes": 2**60}]}, "is no list"),
         ({"error": {"code": 500, "message": "out of memory"}}, "out of memory"),
         ({"error": "gone"}, "gone"),
     ],

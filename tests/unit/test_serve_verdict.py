@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,14 @@ def frame(rows: Sequence[Row]) -> pd.DataFrame:
     return replies_table(rows).to_pandas()
 
 
+def both(one: Row, two: Row) -> list[dict[str, Any]]:
+    """Return two rows as they come back from Parquet."""
+    return [
+        {str(key): value for key, value in row.items()}
+        for row in frame([one, two]).to_dict("records")
+    ]
+
+
 def lives(answers: Sequence[Any] = (A, B), **changes: Any) -> list[Row]:
     return [row for life in (0, 1) for row in solo_block(answers, 3, life=life, **changes)]
 
@@ -53,18 +62,18 @@ def lives(answers: Sequence[Any] = (A, B), **changes: Any) -> list[Row]:
 
 
 def test_two_replies_are_compared_up_to_the_first_token_that_differs() -> None:
-    rows = frame([make_row(A), make_row(diverged(shifted(A, 5, 0.125, 8), 20))]).to_dict("records")
+    rows = both(make_row(A), make_row(diverged(shifted(A, 5, 0.125, 8), 20)))
     compared = compare_replies(rows[0], rows[1])
     assert (compared.n, compared.flip, compared.equal) == (21, 20, False)
     assert list(compared.moved.nonzero()[0]) == [5, 6, 7, 20]
     assert compared.dlogp[5] == pytest.approx(0.125)
-    bare = frame([make_row(without_logprobs(A)), make_row(without_logprobs(diverged(A, 20)))])
-    by_ids = compare_replies(*bare.to_dict("records"))
+    bare = both(make_row(without_logprobs(A)), make_row(without_logprobs(diverged(A, 20))))
+    by_ids = compare_replies(*bare)
     assert list(by_ids.moved.nonzero()[0]) == [20]
 
 
 def test_a_reply_that_ends_earlier_differs_after_its_end() -> None:
-    rows = frame([make_row(A), make_row(cut(A, 12))]).to_dict("records")
+    rows = both(make_row(A), make_row(cut(A, 12)))
     for one, two in (rows, rows[::-1]):
         compared = compare_replies(one, two)
         assert (compared.n, compared.flip) == (13, 12)
@@ -72,7 +81,7 @@ def test_a_reply_that_ends_earlier_differs_after_its_end() -> None:
 
 def test_one_bit_and_one_status_are_differences() -> None:
     for other in (flipped_bit(A, 7, 0), with_status(A, 7, "null")):
-        rows = frame([make_row(A), make_row(other, observable="chosen-logprob")]).to_dict("records")
+        rows = both(make_row(A), make_row(other, observable="chosen-logprob"))
         compared = compare_replies(rows[0], rows[1])
         assert list(compared.moved.nonzero()[0]) == [7]
 
@@ -407,6 +416,22 @@ def test_width_1_on_more_slots_that_moves_the_answer_differs() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([*solo_block([A], 2, parallel=4), invalid_row("reset", parallel=4, round=2)], "reset"),
+        (solo_block([A], parallel=4, cache_n=9, prompt_n=11), "nothing from the cache"),
+        (solo_block([A], parallel=4, prefill="apart"), "not prefilled apart"),
+        (solo_block([A], 2, parallel=4), "2 of 3 rounds"),
+        (solo_block([A], parallel=4, busy_per_decode=1.5), "company that was not of their round"),
+    ],
+)
+def test_width_1_that_cannot_be_believed_is_no_control(rows: list[Row], reason: str) -> None:
+    judged = judge_width_1(frame(rows), frame(solo_block([A])), rounds=3)
+    assert judged.verdict == "invalid"
+    assert any(reason in found for found in judged.reasons)
+
+
 def test_a_judgement_is_plain_values() -> None:
     document = dataclasses.asdict(judged_copies([[A, A, A, diverged(A, 3)]]))
-    assert pd.io.json.ujson_dumps(document)
+    assert json.loads(json.dumps(document)) == document

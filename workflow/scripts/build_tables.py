@@ -1,6 +1,7 @@
-"""Make a study's long tables (cells, replay, plain, cost) from its cell files.
+"""Make a study's long tables from its cell files.
 
-Reads cell Parquet files; writes cells.parquet, replay.parquet, plain.parquet and cost.parquet.
+Reads cell Parquet files; writes cells.parquet (one row per cell file) and, with the cells' rows,
+replay, plain, cost, replies, agree and dispatch.parquet. A table that no cell fills is empty.
 """
 
 from __future__ import annotations

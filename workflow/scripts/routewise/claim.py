@@ -259,8 +259,9 @@ def hold_device(
             try:
                 watch.start()
                 yield held
-            except _LimitPassed:
-                pass  # told below
+            except _LimitPassed as passed:
+                if passed.watch is not watch:  # of a claim around this one
+                    raise
             finally:
                 watch.stop()
                 held._end_s = boot_s()
@@ -483,27 +484,35 @@ def _ancestors() -> set[tuple[int, int]]:
 class _LimitPassed(SystemExit):
     """Ends the block of a claim. A SystemExit, because asyncio swallows other exceptions."""
 
+    def __init__(self, watch: _LimitWatch) -> None:
+        super().__init__(EXIT_NOT_MEASURED)
+        self.watch = watch
+
 
 class _LimitWatch:
     """Notices, from a thread, that a claim's limit has passed."""
 
     def __init__(self, held: Held, on_limit: Callable[[Held], None] | None, stream: TextIO) -> None:
         self.passed = False
+        self.active = True
+        self.ending = False
         self._held = held
         self._on_limit = on_limit
         self._stream = stream
-        self._active = True
         self._over = threading.Event()
         self._previous: Callable[[int, FrameType | None], object] | int | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
         if self._on_limit is None:
-            self._previous = signal.signal(signal.SIGUSR2, self._end_block)
+            _watches.append(self)
+            self._previous = signal.signal(signal.SIGUSR2, _end_block)
         self._thread.start()
 
     def stop(self) -> None:
-        self._active = False
+        self.active = False
+        if self in _watches:
+            _watches.remove(self)
         self._over.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(1.0)
@@ -523,18 +532,27 @@ class _LimitWatch:
         if self._on_limit is not None:
             self._on_limit(self._held)
             return
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
-        if not self._over.wait(GRACE_S):
-            _say(
-                self._stream,
-                f"the job did not end within {duration(GRACE_S)}; ending it by force",
-            )
-            os._exit(EXIT_NOT_MEASURED)
+        ends_s = time.monotonic() + GRACE_S
+        while time.monotonic() < ends_s:
+            # again and again, for the first may fall into the end of a claim inside this one
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
+            if self._over.wait(min(1.0, GRACE_S)):
+                return
+        _say(self._stream, f"the job did not end within {duration(GRACE_S)}; ending it by force")
+        os._exit(EXIT_NOT_MEASURED)
 
-    def _end_block(self, _number: int, _frame: FrameType | None) -> None:
-        if self._active and self.passed:
-            self._active = False  # once: what the block does to end itself is left alone
-            raise _LimitPassed(EXIT_NOT_MEASURED)
+
+#: The watches of the claims that the main thread holds, the outermost first.
+_watches: list[_LimitWatch] = []
+
+
+def _end_block(_number: int, _frame: FrameType | None) -> None:
+    if any(watch.ending for watch in _watches):
+        return  # what a block does to end itself is left alone
+    for watch in _watches:
+        if watch.passed and watch.active:
+            watch.ending = True
+            raise _LimitPassed(watch)
 
 
 # --- units -------------------------------------------------------------------------------------

@@ -120,8 +120,8 @@ class Client:
     speech
         How the route is spoken to.
     stall_s
-        How long a server that counts its passes may count none, and send nothing, before its
-        requests are given up. A server that does not count is given ``limit_s`` of the call.
+        How long a server that was seen to count its passes may count none, and send nothing,
+        before its requests are given up. Any other server is given ``limit_s`` of the call.
 
     Entering raises Unreachable where nothing listens. After that no fault of the server is raised:
     a reply that did not come as it should is an invalid one, with the reason.
@@ -131,7 +131,7 @@ class Client:
         self.url = base_of(url)
         self.speech = speech
         self.stall_s = stall_s
-        self._has_metrics = True  # until the server says otherwise
+        self._has_metrics: bool | None = None  # until the server has answered
         self._tls = httpx.create_ssl_context(trust_env=False)
         self._lanes: list[httpx.AsyncHTTPTransport] = []
         self._questions = httpx.AsyncClient(timeout=_READ_S, transport=self._lane())
@@ -158,6 +158,8 @@ class Client:
 
     async def complete(self, ask: Ask, limit_s: float = 600.0) -> Reply:
         """Ask once, alone; see :meth:`release`."""
+        if self._has_metrics is None:
+            await self.read_metrics()  # to know whether it can be told from one that stands still
         flights, _ = await self._fly([ask], limit_s)
         return self._reply_of(ask, flights[0])
 
@@ -165,7 +167,10 @@ class Client:
         """Ask for all at one moment and wait for the last reply, at most ``limit_s`` seconds.
 
         Where one request cannot be brought to the barrier, none is released and all are invalid.
+        Raises ValueError where there is nothing to ask.
         """
+        if not asks:
+            raise ValueError("a round of no requests")
         before = await self.read_metrics()
         flights, opened_ns = await self._fly(asks, limit_s)
         after = await self.read_metrics()
@@ -185,13 +190,15 @@ class Client:
 
     async def read_metrics(self) -> Metrics | None:
         """Return what the server counts; None where it does not say."""
-        if not self._has_metrics:
+        if self._has_metrics is False:
             return None
         response = await self._get("/metrics")
         if response is None:
             return None
         metrics = parse_metrics(response.text) if response.status_code == 200 else None
-        if response.status_code in (403, 404, 501) or (metrics is None and response.is_success):
+        if metrics is not None:
+            self._has_metrics = True
+        elif response.status_code in (200, 403, 404, 501):
             self._has_metrics = False  # this server never will: do not ask in every round
         return metrics
 
@@ -294,7 +301,7 @@ class Client:
             if latest != heard or (metrics is not None and metrics.n_decodes != n_decodes):
                 moved = now
             elif not self._has_metrics:
-                moved = now  # a silent server that counts nothing may be busy
+                moved = now  # a silent server that does not count may be busy
             heard = latest
             n_decodes = n_decodes if metrics is None else metrics.n_decodes
             if now - moved >= self.stall_s:

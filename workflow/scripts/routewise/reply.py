@@ -531,6 +531,8 @@ def _older_entries(logprobs: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _entry(entry: Mapping[str, Any], *, inner: bool = False) -> _Entry:
     data = entry.get("bytes")
+    if data is not None and not isinstance(data, list):  # of a number, bytes() makes as many
+        raise _Refused(f"bytes of a token: {_shown(data)} is no list")
     token = entry.get("token", "")
     top = None if inner else entry.get("top_logprobs")
     return _Entry(
@@ -645,7 +647,8 @@ def _positions_by_text(wire: _Wire, ask: Ask, complaints: list[str]) -> _Positio
     if cut is None and b"\xef\xbf\xbd" in wire.text:
         # bytes that are no UTF-8 were replaced in the text, the entries still have them
         joined = b"".join(pieces)
-        if joined.decode("utf-8", "replace").split("�")[0] == wire.text.decode().split("�")[0]:
+        whole, _, _ = wire.text.partition(b"\xef\xbf\xbd")
+        if joined.startswith(whole):
             wire.text = joined
             cut = [(piece, index) for index, piece in enumerate(pieces)]
     if cut is None:

@@ -629,7 +629,7 @@ def _scope(
     serving = provenance.get("serving") or {}
     build = build_of(provenance, route)
     claim = serving.get("claim") or {}
-    fine = rows[rows["status"] == "ok"]
+    fine = rows[(rows["status"] == "ok") & (rows["role"] == "probe")]
     return scope | {
         "quantization": quantization_of(tables.study, model, provenance),
         "tensor_types": (provenance.get("model") or {}).get("tensor_types"),

@@ -94,7 +94,7 @@ def serving_table(entries: Iterable[Mapping[str, Any]], sweep: str, whole_names:
     """
     columns = {
         "repeat": ("equal pairs", "across lives", "states"),
-        "batched": ("as solo", "states (est.)", "busy"),
+        "batched": ("as solo", "states", "busy"),
         "agree": ("tokens", "bits", "|Δ| max", "busy"),
     }[sweep]
 
@@ -222,7 +222,7 @@ def _serving_places(entry: Mapping[str, Any]) -> list[str]:
     if first:
         position = first.get("position")
         place = "text" if position is None else f"token {position}"
-        parts.append(f"{place} of {first['prompt_id']}")
+        parts.append(f"{place} {first['prompt_id']}")
     if worst and worst.get("dlogp_max") is not None:
         parts.append(f"Δ ≤ {worst['dlogp_max']:.3g}")
     if entry["n"].get("flips"):
