@@ -704,13 +704,15 @@ def test_limit_in_this_process_leaves_no_handler(folder: Path) -> None:
     assert_nothing_left(folder)
 
 
-@pytest.mark.parametrize("limited", [{"cpu"}, {"npu"}, {"cpu", "npu"}], ids=" and ".join)
+@pytest.mark.parametrize(
+    "limited", [{"cpu"}, {"npu"}, {"cpu", "npu"}], ids=["outer", "inner", "both"]
+)
 def test_limit_of_one_of_two_claims_ends_that_one(folder: Path, limited: set[str]) -> None:
     outer, inner = (
         ClaimSpec(device, limit_minutes=0.0005 if device in limited else 60)
         for device in ("cpu", "npu")
     )
-    ended = []
+    ended: list[str] = []
 
     def work() -> None:
         try:
@@ -724,7 +726,7 @@ def test_limit_of_one_of_two_claims_ends_that_one(folder: Path, limited: set[str
                         time.sleep(0.01)
                     ended.append("cleaned up")
         finally:
-            ended += [found.device for found in all_claims(folder)]
+            ended.extend(found.device for found in all_claims(folder))
 
     with (
         pytest.raises(RoutewiseError, match=f"held ({'|'.join(limited)}) for"),

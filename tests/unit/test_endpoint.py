@@ -445,7 +445,7 @@ def test_one_token_without_a_logprob_hides_no_other(
     one = ["--prompt", "Hello", "--n-tokens", "6", "--rounds", "2"]
     code, document = document_of(capsys, "batched", "--url", start(*hole), *one)
     assert (code, document["verdict"]) == (0, "exact")
-    assert document["prompts"][0]["observable"] == "token ids"
+    assert document["prompts"][0]["observable"] == "chosen logprob"
     url = start(*hole, "--batch-states", "2")
     code, document = document_of(capsys, "batched", "--url", url, *one, "--width", "2")
     assert (code, document["verdict"]) == (1, "differs")

@@ -21,6 +21,7 @@ from routewise.summary import gate_of
 from routewise.table import read_tables
 
 MODEL = "small-q4_k_m"
+KEPT = sorted((Path(__file__).parents[2] / "docs" / "receipts").glob("*/*/receipt.json"))
 
 
 @pytest.fixture
@@ -355,3 +356,12 @@ def test_the_document_has_verdicts_first_and_every_claim_in_it(made: MadeStudy) 
 def test_statements_name_what_was_done() -> None:
     assert statement_of("w16").startswith("Decoding 16 tokens a pass gives")
     assert "wrong drafts" in statement_of("rollback")
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: f"{path.parent.name}")
+def test_a_kept_receipt_is_made_again_from_its_kept_tables(path: Path) -> None:
+    """Tables written before a sweep existed give the receipt that they gave then."""
+    text = path.read_text(encoding="utf-8")
+    assert receipt_json(build_receipt(read_tables(path.parent / "tables"))) == text
+    markdown = path.with_suffix(".md").read_text(encoding="utf-8")
+    assert receipt_markdown(read_receipt(path)) == markdown

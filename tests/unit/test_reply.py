@@ -190,7 +190,7 @@ def test_a_real_emoji_has_one_entry_for_three_tokens() -> None:
     assert reply.token_bytes == [b"", b"", smile, b"", b"", smile, b""]
     missing, ok = "missing", "ok"
     assert reply.logprob_status == [missing, missing, ok, missing, missing, ok, missing]
-    assert reply.observable == "token-ids"
+    assert reply.observable == "chosen-logprob"
     assert reply.text.startswith(smile * 2)
 
 
@@ -257,13 +257,15 @@ def test_a_float64_is_refused_unless_it_is_a_float32(value: float) -> None:
         (-0.1234567890123456, "not_float32"),
     ],
 )
-def test_one_bad_logprob_weakens_the_observable_and_no_more(value: Any, status: str) -> None:
+def test_one_bad_logprob_is_told_from_a_good_one_and_hides_no_other(
+    value: Any, status: str
+) -> None:
     reply = read([5, 6, 7], logprobs=[LOGPROB, value, LOGPROB])
     assert (reply.status, reply.reason) == ("ok", None)
     assert reply.logprob_status == ["ok", status, "ok"]
     assert reply.logprobs[1] is None
     assert reply.logprob_bits[1] is None
-    assert reply.observable == "token-ids"
+    assert reply.observable == "chosen-logprob"
     good = read([5, 6, 7])
     assert good.observable == "chosen-logprob"
     assert good.state != reply.state
@@ -276,14 +278,20 @@ def test_the_bad_numbers_are_different_states() -> None:
     assert len(states) == len(values)
 
 
-def test_positions_behind_the_declared_list_are_not_missed() -> None:
+def test_the_declared_list_says_which_of_equal_tokens_an_entry_is_of() -> None:
     body = made([5, 5, 5, 5], entries=[0, 1])
     ask = ask_for(4)
-    assert parse_reply(body, ask, LLAMA).observable == "token-ids"
+    without = parse_reply(body, ask, LLAMA)
+    assert (without.observable, without.logprob_status) == ("token-ids", ["missing"] * 4)
     reply = parse_reply(body, ask, Speech(logprob_list=2))
     assert reply.logprob_status == ["ok", "ok", "missing", "missing"]
     assert reply.observable == "chosen-logprob"
-    assert parse_reply(body, ask, Speech(logprob_list=3)).observable == "token-ids"
+
+
+@pytest.mark.parametrize("value", [None, "absent", LOWEST, float("nan"), -0.1234567890123456])
+def test_without_one_good_logprob_the_tokens_are_what_is_seen(value: Any) -> None:
+    reply = read([5, 6, 7], logprobs=[value] * 3)
+    assert (reply.status, reply.observable) == ("ok", "token-ids")
 
 
 def test_saturated_positions_are_counted() -> None:
@@ -345,7 +353,7 @@ def test_entries_are_given_by_id_and_never_by_index() -> None:
     reply = read([5, 6, 7, 8], entries=[1, 3], logprobs=[-1.0, -2.0])
     assert reply.logprobs == [None, -1.0, None, -2.0]
     assert reply.logprob_status == ["missing", "ok", "missing", "ok"]
-    assert reply.observable == "token-ids"
+    assert reply.observable == "chosen-logprob"
 
 
 def test_an_entry_that_fits_two_tokens_is_given_to_none() -> None:
@@ -423,8 +431,9 @@ def test_without_ids_a_gap_in_the_entries_is_found_by_the_text() -> None:
     assert (reply.status, reply.token_ids) == ("ok", None)
     assert reply.token_bytes == [b"one", b" two", b" three"]
     assert reply.logprob_status == ["ok", "missing", "ok"]
-    assert reply.observable == "text"
-    assert reply.state == state_of([b"one two three"], [], [])
+    assert reply.observable == "chosen-logprob"
+    other = parse_reply(openai_reply(["one", " three"], "one 222 three"), ask_for(3), OPENAI)
+    assert reply.state != other.state  # the gap's own bytes count too
 
 
 def test_without_ids_entries_that_do_not_spell_the_text_are_refused() -> None:
@@ -592,7 +601,7 @@ def test_an_end_of_text_without_an_entry_takes_nothing_away() -> None:
     assert (reply.status, reply.finish) == ("ok", "eos")
     assert reply.observable == "chosen-logprob"
     body["usage"]["completion_tokens"] = 4  # one more than the end-of-text token
-    assert parse_reply(body, ask_for(8), OPENAI).observable == "text"
+    assert parse_reply(body, ask_for(8), OPENAI).observable == "chosen-logprob"
 
 
 def test_a_count_that_lies_costs_nothing() -> None:

@@ -285,6 +285,7 @@ def _forget_in_child() -> None:
     global _own_claims_lock
     _own_claims_lock = threading.Lock()  # another thread may have had it at the fork
     _own_claims.clear()
+    _watches.clear()
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
@@ -533,11 +534,12 @@ class _LimitWatch:
             self._on_limit(self._held)
             return
         ends_s = time.monotonic() + GRACE_S
-        while time.monotonic() < ends_s:
+        while time.monotonic() < ends_s and not self._over.is_set():
             # again and again, for the first may fall into the end of a claim inside this one
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
-            if self._over.wait(min(1.0, GRACE_S)):
-                return
+            self._over.wait(min(1.0, GRACE_S))
+        if self._over.is_set():
+            return
         _say(self._stream, f"the job did not end within {duration(GRACE_S)}; ending it by force")
         os._exit(EXIT_NOT_MEASURED)
 

@@ -252,8 +252,8 @@ def _agreement(receipt: Mapping[str, Any]) -> list[str]:
     text = (
         "Two routes asked the same. Common positions are those up to and with the first token that "
         "differs; distances are over common positions with the same token, once over all replies "
-        "and once over those where both routes choose the same stream. KL is approximate, from the "
-        "top lists. No gate decides a verdict here."
+        "and, where it is not all of them, over those with the same stream on both routes. KL is "
+        "approximate, from the top lists. No gate decides a verdict here."
     )
     header = (
         "agree",
@@ -279,7 +279,7 @@ def _agreement(receipt: Mapping[str, Any]) -> list[str]:
             ("", agreement.get("all")),
             (", same stream", agreement.get("same_stream")),
         ):
-            if score and (not part or score["n_replies"]):
+            if score and (not part or 0 < score["n_replies"] < agreement["all"]["n_replies"]):
                 first = None if part else _divergence(claim)
                 shown = " and ".join(filter(None, map(busy_text, busy))) or None
                 rows.append((_name(claim) + part, *_agree_cells(score), first, shown))

@@ -7,10 +7,11 @@ request, or itself, is *invalid* with the reason; a reply that is merely poorer 
 its status and falls to a weaker *observable*:
 
 ``chosen-logprob``
-    every position that the route's logprob list covers has a float32 logprob.
+    positions that the route's logprob list covers have a float32 logprob. Not always all of them:
+    llama-server sends no entry for a token that ends inside of a character. Each position has its
+    own status, which is compared as its bits are, and those without a logprob are counted.
 ``token-ids``
-    the ids are all there, a logprob is not. So falls every reply with a character of several
-    tokens: llama-server sends no entry for a token that ends inside of a character.
+    the ids are all there, and no logprob is.
 ``text``
     neither; the text alone.
 
@@ -406,8 +407,8 @@ def _read(body: Mapping[str, Any], ask: Ask, speech: Speech) -> Reply:
         bits.append(pattern)
 
     covered = n if speech.logprob_list is None else min(n, speech.logprob_list)
-    complete = n > 0 and all(status == "ok" for status in statuses[:covered])
-    if complete and covered and speech.logprobs and ask.n_probs > 0:
+    shown = any(status == "ok" for status in statuses[:covered])
+    if shown and speech.logprobs and ask.n_probs > 0:
         observable = "chosen-logprob"
     else:
         observable = "token-ids" if positions.token_ids is not None else "text"

@@ -650,12 +650,14 @@ def witness_of(probes: pd.DataFrame, width: int) -> dict[str, Any]:
     """Return what shows that the rounds of a block shared their passes.
 
     ``busy_per_decode_*`` are slots busy in a pass, over rounds; None where no round has a witness.
-    ``rounds_alone`` were hardly shared, ``rounds_unseen`` have no witness.
+    ``rounds_alone`` were hardly shared, ``rounds_unseen`` have no witness. ``n_others_max`` other
+    processes were seen on the device, None where nobody can tell.
     """
     one_a_round = probes.drop_duplicates(["life", "prompt_id", "round"])
     busy = one_a_round["busy_per_decode"].astype(float)
     known = busy.dropna()
     spread = one_a_round["release_spread_ms"]
+    others = one_a_round["n_others"].dropna()
     return {
         "width": width,
         "rounds": len(one_a_round),
@@ -666,6 +668,7 @@ def witness_of(probes: pd.DataFrame, width: int) -> dict[str, Any]:
         "decodes_mean": _mean(one_a_round["n_decodes"]),
         "release_spread_ms_max": float(spread.max()) if len(spread) else None,
         "cache_n_mean": _mean(probes["cache_n"]),
+        "n_others_max": int(others.max()) if len(others) else None,
     }
 
 
