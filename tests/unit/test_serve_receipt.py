@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 from made_cells import build
-from made_replies import Row, diverged, flipped_bit, invalid_row, make_row, without_logprobs
+from made_replies import (
+    Row,
+    diverged,
+    flipped_bit,
+    invalid_row,
+    make_row,
+    shifted,
+    without_logprobs,
+)
 from made_serving import ANSWERS, MODEL, MadeServing, study
 from routewise.document import drawn_figures, receipt_markdown
 from routewise.errors import RoutewiseError
@@ -61,8 +69,8 @@ def whole(tables: Path) -> Receipt:
 
 def test_every_claim_and_control_has_its_name_and_verdict(whole: Receipt) -> None:
     verdicts = {claim["id"]: claim["verdict"] for claim in whole["claims"]}
-    assert len(verdicts) == len(whole["claims"]) == 9 + 12 + 6
-    for cache in ("off", "cold", "warm"):
+    assert len(verdicts) == len(whole["claims"]) == 12 + 12 + 6
+    for cache in ("off", "cold", "warm", "caches"):
         assert verdicts[f"repeat/npu/{MODEL}/{cache}"] == "exact"
     assert verdicts[f"batched/cpu-exact/{MODEL}/p4.w4.neighbours.apart"] == "exact"
     assert verdicts[f"batched/cpu-stock/{MODEL}/p4.w4.copies.together"] == "differs"
@@ -82,6 +90,36 @@ def test_every_claim_and_control_has_its_name_and_verdict(whole: Receipt) -> Non
         },
     }
     assert gate_of(whole).exit_code == 0
+
+
+def test_answers_with_a_warm_cache_are_compared_with_the_others(tmp_path: Path) -> None:
+    made = only(tmp_path, "repeat", ["cpu-stock"])
+
+    def warmed(rows: list[Row]) -> list[Row]:
+        other = make_row(shifted(ANSWERS[0], 3, 0.25))
+        moved = {
+            name: other[name] for name in ("logprobs", "logprob_bits", "state", "top_logprobs")
+        }
+        return [
+            {**row, **moved} if (row["cache"], row["prompt_index"]) == ("warm", 0) else row
+            for row in rows
+        ]
+
+    made.edit("repeat", "cpu-stock", "solo", warmed)
+    receipt = build_receipt(read_tables(made.tables()))
+    assert entry(receipt, f"repeat/cpu-stock/{MODEL}/warm")["verdict"] == "exact"
+    claim = entry(receipt, f"repeat/cpu-stock/{MODEL}/caches")
+    assert claim["verdict"] == "differs"
+    assert claim["first_difference"]["prompt_id"]
+    assert claim["expected"] is None
+
+
+def test_one_kind_of_cache_is_compared_with_nothing(tmp_path: Path) -> None:
+    made = only(tmp_path, "repeat", ["cpu-stock"])
+    made.declared["sweeps"]["repeat"]["cache"] = ["off"]
+    made.edit("repeat", "cpu-stock", "solo", lambda rows: _only(rows, {"cache": "off"}))
+    receipt = build_receipt(read_tables(made.tables()))
+    assert [claim["id"] for claim in receipt["claims"]] == [f"repeat/cpu-stock/{MODEL}/off"]
 
 
 def test_a_claim_carries_its_states_witness_and_score(whole: Receipt) -> None:

@@ -301,7 +301,9 @@ def slow(session_bench: MakeBench, serving_study: dict[str, Any]) -> Bench:
 
 
 def doubles_of(bench: Bench) -> list[int]:
-    return bench.processes("hrx_double.py")
+    """Return the server and its keeper; the job's own command line names the double too."""
+    jobs = set(bench.processes("measure_serving.py"))
+    return [pid for pid in bench.processes("hrx_double.py") if pid not in jobs]
 
 
 def fragments_of(bench: Bench) -> list[Path]:

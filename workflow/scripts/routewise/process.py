@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -36,12 +37,19 @@ def server_environment(variables: Mapping[str, str]) -> dict[str, str]:
     return {**kept, **variables}
 
 
+_FOLDER_PREFIX = "routewise-server-"
+_STALE_S = 300.0
+
+
 class KeptProcess:
     """A running server behind its keeper. OSError where the command cannot be run."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: IO[bytes]) -> None:
         self.name = Path(argv[0]).name
-        self.folder = Path(tempfile.mkdtemp(prefix="routewise-server-"))
+        remove_stale_folders()
+        self.folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
+        self._folder_lock = os.open(self.folder, os.O_RDONLY)
+        fcntl.flock(self._folder_lock, fcntl.LOCK_SH)
         self.exit_code: int | None = None
         self.n_strays = 0
         self.n_left: int | None = None
@@ -58,7 +66,7 @@ class KeptProcess:
                 start_new_session=True,
             )
         except BaseException:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._remove_folder()
             raise
         try:
             said = self._hear(_KEEPER_LIMIT_S)
@@ -135,7 +143,31 @@ class KeptProcess:
         if self.handle >= 0:
             os.close(self.handle)
             self.handle = -1
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
+        if self._folder_lock >= 0:
+            os.close(self._folder_lock)
+            self._folder_lock = -1
+
+
+def remove_stale_folders() -> None:
+    """Remove the temporary folders of servers whose job and keeper were both killed.
+
+    A job holds a lock on its server's folder, which ends with it. A young folder is left alone:
+    its job may not have locked it yet.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{_FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime < _STALE_S:
+                continue
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def end_session(session: int) -> int:

@@ -18,6 +18,7 @@ from routewise.serve_verdict import (
     LOGPROB,
     ServeJudgement,
     judge_batched,
+    judge_caches,
     judge_repeat,
     judge_width_1,
     solo_of,
@@ -61,6 +62,8 @@ _MIXES = {
     "neighbours": "{others} other prompts",
     "fillers": "{others} fillers of other lengths",
 }
+#: The variant of a repeat that compares the kinds of prompt cache with each other.
+CACHES = "caches"
 _PREFILLS = {
     "together": "prefilled and decoded together",
     "apart": "each prefilled alone, decoded together",
@@ -161,7 +164,40 @@ def _repeat(tables: StudyTables, sweep: Mapping[str, Any], doubts: Doubts) -> En
                 )
                 claim["reasons"] += notes
                 claims.append(claim)
+            between = _between_caches(tables, cell, claims[-len(sweep["cache"]) :], expect)
+            claims += [] if between is None else [between]
     return [], claims
+
+
+def _between_caches(
+    tables: StudyTables, cell: Cell | None, claims: Sequence[Entry], expect: Mapping[str, Any]
+) -> Entry | None:
+    """Return the claim that the prompt cache changes no answer; None where one kind was asked."""
+    measured = [claim for claim in claims if claim["verdict"] != UNSUPPORTED]
+    if cell is None or len(measured) < 2:
+        return None
+    route, model = claims[0]["route"], claims[0]["model"]
+    rows = tables.rows_of(cell)
+    judged = judge_caches(
+        rows[rows["status"] == "ok"],
+        invalid_reasons=[
+            f"{claim['id']} is {claim['verdict']}"
+            for claim in measured
+            if claim["verdict"] not in (EXACT, DIFFERS)
+        ],
+    )
+    expected = expect.get(route)
+    return _entry(
+        f"{REPEAT_SWEEP}/{route}/{model}/{CACHES}",
+        REPEAT_SWEEP,
+        (route, model),
+        f"The same request alone gets {_OBSERVED[judged.observable]} whatever the prompt cache "
+        "held of it",
+        judged,
+        expected.get(CACHES) if isinstance(expected, Mapping) else None,
+        [cell.path],
+        _scope(tables, route, model, CACHES, cell, rows),
+    )
 
 
 def _judge_repeat(

@@ -411,6 +411,32 @@ def judge_repeat(
     return ServeJudgement(EXACT, n, notes, None, None, observable, measures)
 
 
+def judge_caches(rows: pd.DataFrame, *, invalid_reasons: Sequence[str] = ()) -> ServeJudgement:
+    """Judge whether an answer is the same whatever the prompt cache held.
+
+    ``rows`` are the valid replies of one route and model with several kinds of prompt cache; of
+    each prompt the first reply of each kind is compared, as :func:`judge_repeat` says whether the
+    others are equal to it.
+    """
+    order = ["prompt_id", "cache", "life", "round"]
+    firsts = rows.sort_values(order).groupby(["prompt_id", "cache"], as_index=False).head(1)
+    observable = observable_of(firsts)
+    found = _compare_within(firsts)
+    n = {**found.n, "invalid": 0}
+    measures = {"states": found.states, "saturated_share": _saturated_share(firsts)}
+    reasons = [*invalid_reasons, *found.contradictions]
+    if reasons:
+        return ServeJudgement(INVALID, n, reasons, found.worst, found.first, observable, measures)
+    if n["pairs"] == 0 or n["positions"] == 0:
+        reason = "no prompt has replies with two kinds of prompt cache"
+        return ServeJudgement(UNOBSERVABLE, n, [reason], None, None, observable, measures)
+    notes = _notes(firsts, observable)
+    if n["differing_pairs"]:
+        shown = found.seen_by or observable
+        return ServeJudgement(DIFFERS, n, notes, found.worst, found.first, shown, measures)
+    return ServeJudgement(EXACT, n, notes, None, None, observable, measures)
+
+
 @dataclass(frozen=True)
 class _Found:
     """What comparing replies gave."""

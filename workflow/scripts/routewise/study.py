@@ -376,7 +376,7 @@ class _Checker:
         for name in ("cache", "mixes", "prefill"):
             self.unique(entry.get(name, []), f"{key}.{name}")
         expected = {
-            "repeat": lambda: (entry["routes"], entry["cache"]),
+            "repeat": lambda: (entry["routes"], [*entry["cache"], "caches"]),
             "batched": lambda: (entry["routes"], batched_variants(entry)),
             "agree": lambda: (
                 ["|".join(pair) for pair in agree_pairs(entry)],
