@@ -9,6 +9,12 @@ def serve_of(wildcards):
     return PLAN.serves[str(RESULTS / "cells" / wildcards.digest / name)]
 
 
+def claims_one_of(wildcards, devices):
+    """Return 1 where the route claims one of these devices for itself, else 0."""
+    serving = STUDY.routes[wildcards.route].serving
+    return int(serving.claim is not None and serving.device in devices)
+
+
 def serve_inputs(wildcards):
     """Return the files that a serving cell is measured from."""
     plan = serve_of(wildcards)
@@ -54,8 +60,9 @@ rule measure_serving:
     threads: lambda w: STUDY.routes[w.route].settings.threads
     resources:
         # counted, so that no job is started only to wait; what decides is the claim
-        gpu=lambda w: int(STUDY.routes[w.route].serving.device in GPU_DEVICES),
-        npu=lambda w: int(STUDY.routes[w.route].serving.device == "npu"),
+        gpu=lambda w: claims_one_of(w, GPU_DEVICES),
+        npu=lambda w: claims_one_of(w, ("npu",)),
+        cpu_claim=lambda w: claims_one_of(w, ("cpu",)),
     conda:
         "../../envs/measure.yaml"
     priority: 1  # verdicts before prices

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TextIO
+from typing import Any, TextIO
 
 from routewise.errors import EXIT_NOT_MEASURED, RoutewiseError
 from routewise.ledger import (
@@ -105,6 +105,15 @@ class ClaimSpec:
     visible: tuple[str, ...] = ()
     unit_ids: tuple[str, ...] = ()
     whole: bool = False
+
+    @classmethod
+    def from_document(cls, document: Mapping[str, Any]) -> ClaimSpec:
+        """Make a claim of JSON values: its sequences are tuples."""
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list | tuple) else value
+            for key, value in document.items()
+        }
+        return cls(**values)
 
     def __post_init__(self) -> None:
         if not _DEVICE.fullmatch(self.device):

@@ -76,10 +76,7 @@ class CostCell:
             Arm(a["route"], Path(a["build"]), Settings(**a["settings"]), a["env"])
             for a in document["arms"]
         )
-        claims = tuple(
-            ClaimSpec(**{k: tuple(v) if isinstance(v, list) else v for k, v in claim.items()})
-            for claim in document["claims"]
-        )
+        claims = tuple(map(ClaimSpec.from_document, document["claims"]))
         widths = tuple(document["widths"])
         return cls(**{**document, "arms": arms, "widths": widths, "claims": claims})
 

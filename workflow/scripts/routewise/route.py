@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from routewise.claim import ClaimSpec
 from routewise.engine import Settings
 from routewise.reply import Speech
 from routewise.server import Health
-
-Made = TypeVar("Made")
 
 #: Of every route.
 ROUTE_DEFAULTS: dict[str, Any] = {
@@ -123,8 +121,8 @@ class Serving:
             **{
                 **document,
                 "argv": tuple(document["argv"]),
-                "claim": None if claim is None else _tuples(ClaimSpec, claim),
-                "health": _tuples(Health, document["health"]),
+                "claim": None if claim is None else ClaimSpec.from_document(claim),
+                "health": _health(document["health"]),
                 "speech": Speech(**document["speech"]),
             }
         )
@@ -171,7 +169,7 @@ def route_of(name: str, entry: Mapping[str, Any], backend: str | None) -> Route:
             endpoint=entry.get("endpoint"),
             device=device,
             claim=_claim(device, entry["claim"], kind),
-            health=_tuples(Health, {**HEALTH_DEFAULTS, **entry["health"]}),
+            health=_health({**HEALTH_DEFAULTS, **entry["health"]}),
             speech=Speech(
                 api=entry["api"],
                 prompt_form=entry["prompt_form"],
@@ -222,11 +220,8 @@ def _claim(device: str, entry: Mapping[str, Any] | bool, kind: str) -> ClaimSpec
         return None
     entry = {} if entry is True else entry
     found = {**CLAIM_DEFAULTS, "device": device, **entry}
-    return _tuples(ClaimSpec, found)
+    return ClaimSpec.from_document(found)
 
 
-def _tuples(kind: Callable[..., Made], values: Mapping[str, Any]) -> Made:
-    """Make a frozen dataclass of JSON values: its sequences are tuples."""
-    return kind(
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    )
+def _health(entry: Mapping[str, Any]) -> Health:
+    return Health(entry["path"], tuple(entry["ready"]), tuple(entry["alive"]))
