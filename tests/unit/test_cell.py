@@ -110,6 +110,7 @@ class Workplace:
             "prompt_id": names,
             "category": ["made"] * len(names),
             "token_ids": [ids for ids, _ in chosen],
+            "text": [None] * len(chosen),
             "n_asked": [n for _, n in chosen],
             "digest": [f"{name}-digest" for name in names],
         }

@@ -192,13 +192,15 @@ def test_one_bos_whether_or_not_the_template_writes_it(in_template: bool) -> Non
     start = "{{ bos_token }}" if in_template else ""
     template = ChatTemplate(start + "{{ messages[0].content }}", "<s>")
     prompt = Prompt("a", "chat", 1, messages=tuple(HELLO))
-    assert tokenize_prompt(prompt, template, by_letter) == [1, *map(ord, "Hello")]
+    token_ids, text = tokenize_prompt(prompt, template, by_letter)
+    assert token_ids == [1, *map(ord, "Hello")]
+    assert text == ("<s>Hello" if in_template else "Hello")
 
 
 def test_a_bos_that_only_the_template_writes_stays() -> None:
     template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}", "<s>")
     prompt = Prompt("a", "chat", 1, messages=tuple(HELLO))
-    assert tokenize_prompt(prompt, template, without_bos) == [1, *map(ord, "Hello")]
+    assert tokenize_prompt(prompt, template, without_bos)[0] == [1, *map(ord, "Hello")]
 
 
 def test_columns_fit_the_declared_table() -> None:

@@ -24,6 +24,7 @@ def columns(n: int = 3) -> dict[str, Any]:
         "prompt_id": [f"prompt-{i}" for i in range(n)],
         "category": ["made"] * n,
         "token_ids": [[i, i + 1] for i in range(n)],
+        "text": [f"text {i}" if i % 2 else None for i in range(n)],
         "n_asked": [64] * n,
         "digest": [f"{i:064x}" for i in range(n)],
     }

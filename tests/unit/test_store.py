@@ -30,6 +30,7 @@ def rows(n: int = 4) -> pa.Table:
             "prompt_id": [f"prompt-{i}" for i in range(n)],
             "category": ["made"] * n,
             "token_ids": [list(range(i, i + 50)) for i in range(n)],
+            "text": [f"text {i}" for i in range(n)],
             "n_asked": [64] * n,
             "digest": [f"{i:064x}" for i in range(n)],
         },
