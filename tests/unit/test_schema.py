@@ -182,7 +182,7 @@ def test_columns_that_are_not_as_declared_are_refused(file: Path) -> None:
     for other in (
         table.drop_columns("digest"),
         table.append_column("more", pa.array([1, 2, 3])),
-        table.cast(table.schema.set(4, pa.field("n_asked", pa.int64(), nullable=False))),
+        table.cast(table.schema.set(5, pa.field("n_asked", pa.int64(), nullable=False))),
         table.select(table.column_names[::-1]),
     ):
         write_table(file, "prompts", table, PROVENANCE)
