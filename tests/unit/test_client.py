@@ -30,6 +30,8 @@ from routewise.client import (
 from routewise.errors import RoutewiseError
 from routewise.reply import Ask, Speech
 
+pytestmark = pytest.mark.usefixtures("module_leaves_nothing")
+
 SPEECH = Speech()
 ASK = Ask((1, 2, 3), "one two three", 2, n_probs=1, cache_prompt=False)
 ENTRY = {"id": 5, "token": "a", "bytes": [97], "logprob": -1.5, "top_logprobs": [{}]}

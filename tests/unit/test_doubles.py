@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -99,16 +102,62 @@ def test_a_fault_of_a_reply(flags: list[str], shows: Callable[[Any], bool]) -> N
     assert shows(speak(asked(*flags), [1, 2], 8, 2))
 
 
+# --------------------------------------------------------------------------------- nothing left
+
+
+def leave_process(_: Path) -> None:
+    """Leave one in a session of its own, whose parent is gone."""
+    code = "import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)"
+    subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True)
+
+
+def leave_folder(_: Path) -> None:
+    tempfile.mkdtemp()
+
+
+def leave_nothing(_: Path) -> None:
+    subprocess.run(["sleep", "0"], check=True)
+    with socket.create_server(("127.0.0.1", 0)), tempfile.TemporaryDirectory():
+        pass
+
+
+@pytest.mark.parametrize("leave", [leave_process, leave_folder, leave_nothing])
+def test_what_a_test_leaves_fails_it(
+    leave: Callable[[Path], None], leftovers: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    def run() -> None:
+        with leftovers(tmp_path):
+            leave(tmp_path)
+
+    if leave is leave_nothing:
+        run()
+        return
+    with pytest.raises(AssertionError):
+        run()
+    (tmp_path / "temporary").rename(tmp_path / "seen")
+    with leftovers(tmp_path):  # what was left is ended
+        pass
+
+
+def test_a_port_that_a_test_leaves_fails_it(
+    leftovers: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError), leftovers(tmp_path):
+        left = socket.create_server(("127.0.0.1", 0))
+    left.close()
+
+
 # ------------------------------------------------------------------------------------ as servers
 
 
 @pytest.fixture
-def double(tmp_path: Path) -> Serve:
+def double(tmp_path: Path, nothing_is_left: Path) -> Serve:
     """Return a context manager that serves llama_double with the flags given."""
 
     @contextmanager
     def run(*flags: str) -> Iterator[Server]:
-        argv = (sys.executable, str(SERVERS / "llama_double.py"), "--port", "{port}", *flags)
+        python = (sys.executable, "-I", "-S")  # sooner there
+        argv = (*python, str(SERVERS / "llama_double.py"), "--port", "{port}", *flags)
         launch = Launch(
             argv=argv,
             log=tmp_path / "server.log",

@@ -34,9 +34,11 @@ from routewise.endpoint import (
     tokenize_for,
 )
 from routewise.errors import RoutewiseError
-from routewise.prompt import Prompt
+from routewise.prompt import ChatTemplate, Prompt
 from routewise.reply import Speech
 from routewise.study import check_study
+
+pytestmark = pytest.mark.usefixtures("module_leaves_nothing")
 
 SERVERS = Path(__file__).resolve().parent.parent / "servers"
 START_LIMIT_S = 60.0
@@ -51,7 +53,7 @@ Start = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+def start(tmp_path_factory: pytest.TempPathFactory, module_leaves_nothing: Path) -> Iterator[Start]:
     """Return a function that starts a protocol double once per command line: its address."""
     folder = tmp_path_factory.mktemp("doubles")
     model, kernels = folder / "model.bin", folder / "kernels"
@@ -63,7 +65,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         key = (kind, *arguments)
         if key not in running:
             port = free_port()
-            command = [sys.executable, str(SERVERS / WAYS[kind][0]), *WAYS[kind][1:]]
+            command = [sys.executable, "-I", "-S", str(SERVERS / WAYS[kind][0]), *WAYS[kind][1:]]
             if kind == "npu":
                 command += ["-m", str(model), "--kernels", str(kernels), "-p", str(port)]
             else:
@@ -226,6 +228,8 @@ def test_equal_routes_are_0_and_the_report_is_read_back(
     score = document["pairs"][1]["all_replies"]
     assert (score["n_positions"], score["n_common"], score["exact_share"]) == (12, 12, 1.0)
     assert (score["dlogp_max"], score["kl_max_nats"]) == (0.0, 0.0)
+    assert [pair["weights"] for pair in document["pairs"]] == ["same", "not known", "same"]
+    assert "weights not known" in document["notes"][-1]
     read = read_report(report)
     assert read.missing == []
     table = read.table("two")
@@ -249,6 +253,7 @@ def test_another_model_is_1_with_its_first_divergence(
     shown = capsys.readouterr().out
     assert "a | b" in shown
     assert "2 of 2 replies choose another token; first given-1, position 0" in shown
+    assert "note: weights not known" in shown
 
 
 def test_one_moved_bit_is_1_with_equal_tokens(
@@ -505,6 +510,26 @@ def test_messages_need_a_route_with_a_template() -> None:
         tokenize_for([text], [prompt])
     rows, notes = tokenize_for([text], [Prompt("p", "c", 4, text="x")])
     assert (rows[0]["text"], rows[0]["token_ids"], notes) == ("x", [], [])
+
+
+def test_thinking_is_off_in_the_prompt_that_all_routes_get() -> None:
+    """The template is applied here, once: a server's own switch would change nothing any more."""
+    switch = (
+        "{{ messages[0].content }}>"
+        "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    )
+    messages = ({"role": "user", "content": "x"},)
+    prompt = Prompt("p", "c", 4, messages=messages)
+    for source, wanted in (
+        (switch, "x><think></think>"),
+        ("{{ messages[0].content }}>", "x>"),
+        ("{% if enable_thinking %}on{% else %}off{% endif %}", "off"),
+    ):
+        ids = _Tokenizing("ids", "http://localhost", Speech(), 0, ChatTemplate(source))
+        text = Endpoint("text", "http://localhost", Speech(api="openai", prompt_form="text"), None)
+        (row,), _ = tokenize_for([ids, text], [prompt])
+        assert row["text"] == wanted
+        assert row["token_ids"] == [ord(letter) for letter in wanted]
 
 
 def test_prompts_of_file_text_and_ids_come_in_order(tmp_path: Path) -> None:

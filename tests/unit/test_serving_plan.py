@@ -24,7 +24,11 @@ def serving(tmp_path: Path, root: Path, warm_cache: Path) -> House:  # noqa: F81
     house = House(tmp_path, root)
     (house.results / ".cache").parent.mkdir(parents=True, exist_ok=True)
     house.study["routes"] |= {
-        "tool": {"command": [sys.executable, "{port}"], "device": "npu", "parallel_max": 1},
+        "tool": {
+            "command": [sys.executable, "{model}", "{port}"],
+            "device": "npu",
+            "parallel_max": 1,
+        },
         "lab": {"endpoint": "http://127.0.0.1:1"},
     }
     everyone = ["cpu-stock", "cpu-twice", "tool", "lab"]
@@ -55,6 +59,8 @@ def test_one_cell_a_server_configuration_and_one_a_pair(serving: House) -> None:
         "agree.cpu-stock+tool.small.w4",
         "agree.cpu-stock+cpu-stock.small.w1",
         "agree.tool+tool.small.w1",
+        "agree.cpu-stock+cpu-stock.small.w4",
+        "agree.tool+tool.small.w4",
     ]  # fmt: skip
 
 
@@ -84,7 +90,11 @@ def test_a_route_is_asked_no_more_often_than_it_can_afford(serving: House) -> No
 
 def test_the_control_of_a_route_is_another_life_of_its_server(serving: House) -> None:
     plan = serving.plan()
-    (twice,) = [a for p, a in plan.agrees.items() if "cpu-stock+cpu-stock" in p]
+    (twice, wide) = [a for p, a in plan.agrees.items() if "cpu-stock+cpu-stock" in p]
+    assert (wide.cell["pick_a"], wide.cell["pick_b"]) == (
+        {"life": 0, "round": 0},
+        {"life": 0, "round": 2},
+    )
     assert twice.a == twice.b
     assert (twice.cell["pick_a"]["life"], twice.cell["pick_b"]["life"]) == (0, 1)
     (pair,) = [
@@ -95,7 +105,7 @@ def test_the_control_of_a_route_is_another_life_of_its_server(serving: House) ->
 
 def test_an_endpoint_s_control_is_a_later_round(serving: House) -> None:
     serving.study["sweeps"]["agree"]["routes"] = ["cpu-stock", "lab"]
-    (twice,) = [a for p, a in serving.plan().agrees.items() if "lab+lab" in p]
+    (twice, _) = [a for p, a in serving.plan().agrees.items() if "lab+lab" in p]
     assert twice.cell["pick_a"] == {"life": 0, "round": 0}
     assert twice.cell["pick_b"] == {"life": 0, "round": 2}
 
@@ -158,8 +168,22 @@ def test_the_content_of_an_artefact_moves_its_route(serving: House) -> None:
     pack = serving.folder / "pack"
     pack.mkdir()
     (pack / "a").write_text("one")
-    serving.study["routes"]["tool"]["artefact"] = str(pack)
+    serving.study["routes"]["tool"] |= {"artefact": str(pack), "weights": "same"}
     before = serving.plan()
     assert moved(before, serving.plan()) == set()
     (pack / "a").write_text("two")
     assert moved(before, serving.plan()) == TOOL
+
+
+def test_files_that_a_command_names_move_its_route(serving: House) -> None:
+    script, library = serving.folder / "engine.py", serving.folder / "libkernels.so"
+    for path in (script, library):
+        path.write_text("one")
+    tool = serving.study["routes"]["tool"]
+    tool["command"].insert(1, str(script))
+    tool["identity_files"] = [str(library)]
+    for path in (script, library):
+        before = serving.plan()
+        assert moved(before, serving.plan()) == set()
+        path.write_text("two")
+        assert moved(before, serving.plan()) == TOOL

@@ -12,7 +12,7 @@ from routewise.route import Serving, is_local, unknown_placeholders
 from routewise.study import Study, agree_pairs, batched_blocks, batched_variants, check_study
 
 Document = dict[str, Any]
-HRX = ["1bit", "serve", "{model}", "--device", "hrx", "--port", "{port}"]
+HRX = ["1bit", "serve", "{model}", "--device", "hrx", "--port", "{port}", "-np", "{parallel}"]
 
 
 @pytest.fixture
@@ -133,12 +133,17 @@ def test_a_device_is_claimed_but_an_endpoint_s_only_where_it_is_said(
     assert study.routes["npu"].serving.claim.hold[0] == "npu-hold"  # type: ignore[union-attr]
     assert claim({"device": "lab-gpu"}, "lab").device == "lab-gpu"
     assert claim(False, "cpu") is None
-    assert claim({"units": 2, "unit_ids": ["4", "7"]}, "hrx").unit_ids == ("4", "7")
+    assert claim({"units": 2, "unit_ids": ["4", "7"]}, "npu").unit_ids == ("4", "7")
 
 
 def test_a_route_s_serving_travels_as_json(study: Study) -> None:
     for route in study.routes.values():
         assert Serving.from_document(route.serving.document()) == route.serving
+
+
+def test_an_arm_may_have_more_arguments(document: Document, root: Path) -> None:
+    document["routes"]["hrx-plain"]["command"] = [*HRX, "--no-fused"]
+    check_study(document, "s", root)
 
 
 def test_controls_are_always_measured(document: Document, root: Path) -> None:
@@ -204,8 +209,17 @@ def test_all_pairs_once(study: Study) -> None:
         ("routes/cpu/dispatch", "all", ["routes.cpu.dispatch"]),
         ("routes/hrx-plain/arm", {"of": "hrz", "without": "f"}, ["arm.of", "hrx"]),
         ("routes/hrx-plain/arm", {"of": "hrx-plain", "without": "f"}, ["no arm itself"]),
-        ("routes/hrx-plain/arm", {"of": "npu", "without": "f"}, ["'npu' and 'hrx-plain'"]),
-        ("routes/hrx-plain/arm", {"of": "cpu", "without": "f"}, ["same build or command"]),
+        ("routes/hrx-plain/arm", {"of": "npu", "without": "f"}, ["device differs"]),
+        ("routes/hrx-plain/arm", {"of": "cpu", "without": "f"}, ["the same but for env"]),
+        ("routes/hrx-plain/threads", 9, ["the same but for env", "threads differs"]),
+        ("routes/hrx-plain/command", ["other", *HRX[1:]], ["command differs"]),
+        ("routes/hrx/command", HRX[:-1], ["routes.hrx.command", "{parallel}", "4 slots"]),
+        ("routes/hrx/command", ["a", "{port}", "{parallel}"], ["routes.hrx.command", "{model}"]),
+        ("routes/npu/weights", None, ["routes.npu.weights", "same or requantised"]),
+        ("routes/cpu/context", 1000, ["routes.cpu.context", "multiple of 256", "1024"]),
+        ("routes/hrx/identity_files", ["no.so"], ["routes.hrx.identity_files", "no.so"]),
+        ("routes/hrx/claim", {"units": 2}, ["claim.units", "'hrx'"]),
+        ("routes/hrx/claim", {"hold": ["gpu-hold"]}, ["claim.hold", "'hrx'"]),
         ("routes/hrx-plain/env", {"HRX_ALLOW_NO_SVM": "1"}, ["arm", "difference in env"]),
         ("routes/hrx/dispatch", None, ["routes.hrx.dispatch", "scheduler or hrx"]),
         ("sweeps/dispatch", None, ["sweeps.dispatch.routes", "'hrx' and 'hrx-plain'"]),

@@ -13,7 +13,11 @@ from routewise.dispatch import SCHEDULER, DispatchSet, judge_arm, read_since
 from routewise.server import Launch, serve
 
 pytest_plugins = ("builds",)
-pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.timeout(1800),
+    pytest.mark.usefixtures("nothing_is_left"),
+]
 
 PROMPT = [300, 301, 302, 303]
 QUIET = ("-t", "1", "--no-webui", "--fit", "off", "--cache-ram", "0", "--no-cache-idle-slots")

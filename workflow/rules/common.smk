@@ -9,7 +9,6 @@ from routewise import watch
 from routewise.digest import canonical_json
 from routewise.errors import RoutewiseError
 from routewise.plan import fetch_sources, plan_study, study_json
-from routewise.serve_plan import serving_script
 from routewise.study import check_study, read_yaml
 from routewise.takeover import take_over
 

@@ -55,8 +55,7 @@ rule measure_serving:
     params:
         cell=lambda w: serve_of(w).document,
         server=server_argument,
-        script=lambda w: serving_script(w.sweep),
-        code=lambda w: PLAN.code[serving_script(w.sweep)],
+        code=PLAN.code["measure_serving"],
     threads: lambda w: STUDY.routes[w.route].settings.threads
     resources:
         # counted, so that no job is started only to wait; what decides is the claim
@@ -67,7 +66,7 @@ rule measure_serving:
         "../../envs/measure.yaml"
     priority: 1  # verdicts before prices
     shell:
-        "python {SCRIPTS}/{params.script}.py --cell {params.cell:q} {params.server}"
+        "python {SCRIPTS}/measure_serving.py --cell {params.cell:q} {params.server}"
         " --model {input.model} --prompts {input.prompts} --store {RESULTS}/store"
         " --logs {RESULTS}/logs/servers --code-digest {params.code} --output {output}"
         " 2>&1 | tee {log}"

@@ -1,8 +1,8 @@
 """Measure one serving cell: hold the device, start the server, ask it, stop it, prove it gone.
 
 Reads a build's server (or takes an external command or an endpoint), a GGUF and token ids; takes
-what is in the result store and asks for the rest. Writes one Parquet file (schema.py: replies).
-Ends when the Snakemake that started it ends, and its server with it.
+what is in the result store and asks for the rest. Writes one Parquet file (schema.py: replies; of
+the sweep dispatch: dispatch). Ends when the Snakemake that started it ends, and its server with it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from routewise.claim import run_under_hold
+from routewise.dispatch_cell import measure_dispatch
 from routewise.errors import report_errors
 from routewise.model import read_model
 from routewise.serve import measure_serving
@@ -33,12 +33,11 @@ def main(
 ) -> None:
     """Measure ``cell`` into ``output``; ``server`` is the folder of a build's server part."""
     end_with_snakemake()
-    if cell.serving.claim is not None:
-        run_under_hold(cell.serving.claim, cell.name)
     print(f"{cell.name}: writing {output}", flush=True)
     record = asdict(read_model(model))
     inputs = ServeInputs(server, model, record, prompts, store, logs, code_digest)
-    measure_serving(cell, inputs, output)
+    measure = measure_dispatch if cell.sweep == "dispatch" else measure_serving
+    measure(cell, inputs, output)
 
 
 def _cell(text: str) -> ServeCell:

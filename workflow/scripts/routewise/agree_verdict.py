@@ -15,16 +15,15 @@ import pandas as pd
 
 from routewise.agree import AgreeScore, AgreeSummary, Divergence, agree_summary
 from routewise.serve_verdict import (
+    BROKEN_STATUSES,
     LOGPROB,
     SHARED_SLOTS_MIN,
     TEXT,
     TOKEN_IDS,
     ServeJudgement,
+    weak_company,
 )
 from routewise.verdict import DIFFERS, EXACT, INVALID, UNOBSERVABLE, UNSUPPORTED
-
-#: Status of a logprob that is a sign of something broken, and not just of nothing to compare.
-BROKEN_STATUSES = ("nan", "not_float32")
 
 
 def judge_agree(
@@ -35,12 +34,14 @@ def judge_agree(
     prompts: Iterable[str] = (),
     invalid_reasons: Sequence[str] = (),
     unsupported: str = "",
+    unobservable: str = "",
 ) -> ServeJudgement:
     """Judge whether two routes give the same replies to the same requests.
 
     ``rows`` are one cell's of schema.AGREE; ``prompts`` those that the routes were asked;
     ``witnesses`` say by route what :func:`witness_of` said of the replies, which counts above
-    width 1. Common positions are compared: a position of a prompt differs where the token does in
+    width 1: there both routes need one, and each prompt all of its ``width`` copies.
+    ``unobservable`` says why the two sides are no two measurements, whatever they hold. Common positions are compared: a position of a prompt differs where the token does in
     any copy, or the bits of its logprob. The largest |Δ logprob| and the published gates are
     measures, and decide nothing.
     """
@@ -90,11 +91,17 @@ def judge_agree(
     if unsupported and rows.empty:
         return judged(UNSUPPORTED, [unsupported])
     reasons = list(invalid_reasons)
+    if unobservable and not reasons:
+        return judged(UNOBSERVABLE, [unobservable])
     if rows.empty:
         reasons.append("no reply of one route meets one of the other")
     missing = sorted(set(prompts) - set(rows["prompt_id"]))
     if missing and len(rows):
         reasons.append(f"{len(missing)} prompts were not compared, {missing[0]} among them")
+    copies = rows.groupby("prompt_id")["copy"].nunique()
+    short = copies[copies < width]
+    if len(short):
+        reasons.append(f"{short.index[0]} was compared in {short.iloc[0]} of {width} copies")
     for side in ("a", "b"):
         broken = int(common[f"status_{side}"].isin(BROKEN_STATUSES).sum())
         if broken:
@@ -126,8 +133,10 @@ def _n_places(rows: pd.DataFrame) -> int:
 
 
 def _witness_gaps(witnesses: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """Return which routes hardly shared a pass, and which do not show whether they did."""
+    """Return which routes hardly shared a pass, and which do not show that they did mostly."""
     lonely, blind = [], []
+    if len(witnesses) < 2:
+        blind.append("the two routes do not both have a witness of a shared pass")
     for route, witness in witnesses.items():
         n_rounds = witness["rounds"]
         if witness["rounds_alone"]:
@@ -135,11 +144,15 @@ def _witness_gaps(witnesses: Mapping[str, Mapping[str, Any]]) -> tuple[list[str]
                 f"{route}: {witness['rounds_alone']} of {n_rounds} rounds were hardly shared: "
                 f"fewer than {SHARED_SLOTS_MIN} slots busy a pass"
             )
+        if not n_rounds:
+            blind.append(f"{route}: no round has a witness of a shared pass")
         if witness["rounds_unseen"]:
             blind.append(
                 f"{route}: {witness['rounds_unseen']} of {n_rounds} rounds have no witness of a "
                 "shared pass"
             )
+        if weak := weak_company(witness):
+            blind.append(f"{route}: {weak}")
     return lonely, blind
 
 

@@ -42,6 +42,7 @@ from routewise.fingerprint import (
     IDENTITY_PLACEHOLDER,
     library_fingerprint,
     stamped,
+    unstamped,
 )
 from routewise.normalise import normalised_digest
 from routewise.patch import Patch, patched_files
@@ -726,6 +727,10 @@ def _document(plan: BuildPlan, part: str, compiled: Compiled, folder: Path) -> d
         "digest": plan.part_digest(part),
         "fingerprint": fingerprint,
         "libraries": libraries,
+        "programs": {
+            program.name: sha256_bytes(unstamped(program.read_bytes(), plan.identity))
+            for program in sorted((folder / "bin").glob("*"))
+        },
         "components": dict(plan.components),
         "options": dict(plan.options),
         "toolchain": dict(plan.toolchain),

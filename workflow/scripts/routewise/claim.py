@@ -34,7 +34,9 @@ from routewise.ledger import (
     LedgerGone,
     boot_s,
     check_folder,
+    contradicts,
     free_units,
+    is_hardware_id,
     start_ticks_of,
     user_name,
 )
@@ -235,7 +237,8 @@ def hold_device(
     60 s later is ended by force. With ``on_limit`` this is called instead, from another thread.
 
     Raises RoutewiseError where this process claims the device already, or waits for a process that
-    waits for it; where claims cannot be kept; where no unit is visible.
+    waits for it; where claims cannot be kept; where no unit is visible; where an earlier claim
+    declares other units of the device.
     """
     if spec.hold and spec.device not in _hold_wait_s:
         raise RuntimeError(f"{spec.device} has a hold command: call run_under_hold first")
@@ -256,6 +259,8 @@ def hold_device(
         pid=os.getpid(),
         start_ticks=start_ticks_of(os.getpid()),
         arrived_s=start_s,
+        n_units=spec.units,
+        named=spec.unit_ids,
     )
     with _only_once(folder, spec.device):
         ledger, entry = _wait_turn(folder, spec.device, wanted, stream)
@@ -409,6 +414,7 @@ def _wait_turn(folder: Path, device: str, wanted: Entry, stream: TextIO) -> tupl
                 with ledger.locked():
                     if entry is None:
                         entry = ledger.arrive(wanted)
+                        _refuse_contradiction(device, entry, ledger.entries())
                     entries = ledger.entries()
                     units = free_units(entry, entries)
                     if units:
@@ -457,6 +463,29 @@ def clock(moment: float) -> str:
 
 def _say(stream: TextIO, text: str) -> None:
     print(f"routewise: {text}", file=stream, flush=True)
+
+
+def _refuse_contradiction(device: str, entry: Entry, entries: list[Entry]) -> None:
+    """Raise where an earlier claim counts or calls the device's units otherwise.
+
+    The two might be given one unit under two names.
+    """
+    for other in entries:
+        if other.ticket < entry.ticket and contradicts(entry, other):
+            raise RoutewiseError(
+                f"{device} is declared in two ways, so that two jobs could get one unit: this job "
+                f"says {_declaration(entry)}; {printable(other.label)!r} "
+                f"({printable(other.user)}, process {other.pid}) says {_declaration(other)}",
+                f"give all routes that claim {device} the same units and unit_ids (with CUDA, "
+                "check that nvidia-smi runs for both), or other hardware another device name",
+            )
+
+
+def _declaration(entry: Entry) -> str:
+    names = entry.named or entry.wants
+    return f"units: {entry.n_units}, unit_ids: [{', '.join(map(printable, names))}]" + (
+        "" if entry.named else " (by default)"
+    )
 
 
 def _refuse_own_ancestor(device: str, entry: Entry, entries: list[Entry]) -> None:
@@ -639,7 +668,7 @@ def count_strangers(rows: list[list[str]], units: tuple[str, ...], family: set[i
     Units without a UUID cannot be told apart: then all rows count. None where a row has no process
     id, or one that this process cannot see from inside a container, where it might be its own.
     """
-    known = {unit for unit in units if unit.startswith(("GPU-", "MIG-"))}
+    known = {unit for unit in units if is_hardware_id(unit)}
     n_others = 0
     in_container = os.stat("/proc/self/ns/pid").st_ino != _HOST_PID_NAMESPACE
     for row in rows:

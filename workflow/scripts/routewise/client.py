@@ -24,10 +24,18 @@ from typing import Any
 
 import httpx
 
-from routewise.errors import RoutewiseError
+from routewise.errors import Misspoken, RoutewiseError
 from routewise.reply import Ask, Reply, Speech, invalid_reply, parse_reply, request_of
 
+#: A round counts as shared from this mean of busy slots a pass on. Requests of different lengths
+#: share few passes: a half as long one at width 2 gives at most 1.5.
+SHARED_SLOTS_MIN = 1.25
+#: Rounding of the server's counts; more busy slots than requests are somebody else's.
+SPARE_SLOTS_MAX = 0.05
+
 _CONNECT_S = 10.0
+#: Statuses of a request that this server will never take, however long one waits.
+_REFUSALS = (400, 401, 403, 404, 405, 415, 422, 501)
 #: Idle connections are dropped before a server does it (5 s in llama-server): a connection that
 #: closes as a request is written would cost the round.
 _KEEP_ALIVE_S = 2.0
@@ -63,6 +71,7 @@ class Round:
     Times are ns after the barrier opened, which was at ``barrier_ns`` of time.perf_counter_ns.
     ``release_spread_ms`` is the last release minus the first. The witness (passes of the server,
     and slots busy in a pass) is None where the route has none, and where it cannot tell.
+    ``fault`` says why a request got no reply at all, None where each got one, good or bad.
     """
 
     replies: list[Reply]
@@ -72,6 +81,7 @@ class Round:
     n_decodes: int | None
     busy_per_decode: float | None
     barrier_ns: int = 0
+    fault: str | None = None
 
 
 @dataclass
@@ -161,7 +171,7 @@ class Client:
         if self._has_metrics is None:
             await self.read_metrics()  # to know whether it can be told from one that stands still
         flights, _ = await self._fly([ask], limit_s)
-        return self._reply_of(ask, flights[0])
+        return self._reply_of(ask, flights[0])[0]
 
     async def release(self, asks: Sequence[Ask], limit_s: float = 600.0) -> Round:
         """Ask for all at one moment and wait for the last reply, at most ``limit_s`` seconds.
@@ -178,14 +188,16 @@ class Client:
         released = [f.released_ns or f.done_ns or opened_ns for f in flights]
         done = [f.done_ns or opened_ns for f in flights]
         truly = [f.released_ns for f in flights if f.released_ns is not None]
+        answers = [self._reply_of(*pair) for pair in zip(asks, flights, strict=True)]
         return Round(
-            replies=[self._reply_of(*pair) for pair in zip(asks, flights, strict=True)],
+            replies=[reply for reply, _ in answers],
             released_ns=[moment - opened_ns for moment in released],
             done_ns=[moment - opened_ns for moment in done],
             release_spread_ms=(max(truly) - min(truly)) / 1e6 if truly else 0.0,
             n_decodes=n_decodes,
             busy_per_decode=busy,
             barrier_ns=opened_ns,
+            fault=next((reply.reason for reply, answered in answers if not answered), None),
         )
 
     async def read_metrics(self) -> Metrics | None:
@@ -309,11 +321,12 @@ class Client:
                 await _give_up(tasks, flights, reason)
                 return
 
-    def _reply_of(self, ask: Ask, flight: _Flight) -> Reply:
+    def _reply_of(self, ask: Ask, flight: _Flight) -> tuple[Reply, bool]:
+        """Return the reply, and whether the server answered with one at all."""
         content = b"".join(flight.chunks)
         if flight.fault is not None:
-            return invalid_reply(ask, flight.fault)
-        return reply_of_bytes(flight.status, content, ask, self.speech)
+            return invalid_reply(ask, flight.fault), False
+        return _reply_of_bytes(flight.status, content, ask, self.speech)
 
     # --- short questions --------------------------------------------------------------------
 
@@ -348,8 +361,9 @@ class Client:
 def probe(url: str, speech: Speech, timeout_s: float = 60.0) -> None:
     """Ask for one tiny completion and raise RoutewiseError where it does not come.
 
-    Synchronous, with no connection left behind: a server is ready when this returns. The timeout
-    is one of silence.
+    Misspoken where the server answers with a refusal, or with a reply that the route does not
+    promise. Synchronous, with no connection left behind: a server is ready when this returns. The
+    timeout is one of silence.
     """
     ask = tiny_ask(speech)
     path, body = request_of(ask, speech)
@@ -361,12 +375,14 @@ def probe(url: str, speech: Speech, timeout_s: float = 60.0) -> None:
         if isinstance(error, httpx.ConnectError):
             raise Unreachable(f"{url}: nothing listens there ({_words(error)})", hint) from error
         raise RoutewiseError(problem, hint) from error
-    reply = reply_of_bytes(response.status_code, response.content, ask, speech)
-    if reply.status != "ok":
-        raise RoutewiseError(
-            f"{url}: the tiny completion failed: {reply.reason}",
-            "read the server's log; check the route's api, prompt_form and model name",
-        )
+    reply, answered = _reply_of_bytes(response.status_code, response.content, ask, speech)
+    if reply.status == "ok":
+        return
+    raised = Misspoken if answered or response.status_code in _REFUSALS else RoutewiseError
+    raise raised(
+        f"{url}: the tiny completion failed: {reply.reason}",
+        "read the server's log; check the route's api, prompt_form, token_ids and model_name",
+    )
 
 
 def tiny_ask(speech: Speech) -> Ask:
@@ -383,12 +399,16 @@ def tiny_ask(speech: Speech) -> Ask:
 
 def reply_of_bytes(status: int, content: bytes, ask: Ask, speech: Speech) -> Reply:
     """Return the reply that an HTTP answer holds; invalid where it holds none."""
+    return _reply_of_bytes(status, content, ask, speech)[0]
+
+
+def _reply_of_bytes(status: int, content: bytes, ask: Ask, speech: Speech) -> tuple[Reply, bool]:
     if status != 200:
-        return invalid_reply(ask, f"HTTP {status}: {_excerpt(content)}")
+        return invalid_reply(ask, f"HTTP {status}: {_excerpt(content)}"), False
     document = _json_of(content)
     if document is None:
-        return invalid_reply(ask, f"the reply is no JSON: {_excerpt(content)}")
-    return parse_reply(document, ask, speech)
+        return invalid_reply(ask, f"the reply is no JSON: {_excerpt(content)}"), False
+    return parse_reply(document, ask, speech), True
 
 
 def parse_metrics(text: str) -> Metrics | None:
@@ -430,6 +450,18 @@ def witness_between(
     if (error_before + error_after) / n_decodes > 0.05:
         return n_decodes, None
     return n_decodes, (busy_after - busy_before) / n_decodes
+
+
+def is_fair_witness(width: int, n_decodes: int | None, busy: float | None) -> bool:
+    """Say whether a round's witness shows that round, of ``width`` requests and no others.
+
+    A server that counts nothing has no witness, which is fair; one that counts must have counted.
+    """
+    if n_decodes is None and busy is None:
+        return True
+    if busy is None or busy > width + SPARE_SLOTS_MAX:
+        return False
+    return width == 1 or busy >= SHARED_SLOTS_MIN
 
 
 def base_of(url: str) -> str:

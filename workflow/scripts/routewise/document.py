@@ -70,13 +70,20 @@ def _expected(entry: Mapping[str, Any]) -> str:
 
 
 def _bound(entry: Mapping[str, Any]) -> str:
-    """Return the share of differing positions with its interval."""
+    """Return the share that differs with its interval, and of what where the interval says it."""
     interval = entry["interval"]
     if interval is None:
         return "–"
     if interval["k"] == 0:
-        return f"≤ {interval['high']:.2%}"
-    return f"{interval['k'] / interval['n']:.1%} ({interval['low']:.1%} to {interval['high']:.1%})"
+        return f"≤ {interval['high']:.2%}{_unit(interval)}"
+    share = f"{interval['k'] / interval['n']:.1%}{_unit(interval)}"
+    return f"{share} ({interval['low']:.1%} to {interval['high']:.1%})"
+
+
+def _unit(interval: Mapping[str, Any]) -> str:
+    """Return of what a share is: positions, or replies of which each is compared as a whole."""
+    unit = interval.get("unit")
+    return f" of {interval['n']} {unit}" if unit else ""
 
 
 def _verdict(entry: Mapping[str, Any]) -> str:
@@ -112,6 +119,13 @@ def _verdicts(receipt: Mapping[str, Any]) -> list[str]:
         "`invalid` is in no count. A share with ≤ is the one-sided bound for none seen, one in "
         "brackets is Clopper and Pearson's; both take positions as independent."
     )
+    if any((claim["interval"] or {}).get("unit") == "replies" for claim in receipt["claims"]):
+        text += (
+            " Where a request was asked for again the share is of replies: each that differs "
+            "anywhere from its reference (the first, or the solo answer) is one. They too are "
+            "taken as independent, which copies of one round and rounds of one prompt are not: "
+            "they say less than so many separate requests."
+        )
     return ["## Verdicts", text, _entries(receipt["claims"], "claim")]
 
 
@@ -149,7 +163,7 @@ def _repetition(receipt: Mapping[str, Any]) -> list[str]:
         return []
     text = (
         "One request alone, compared in all pairs of its replies. States are distinct answers a "
-        "prompt, and in brackets Chao's estimate with the unseen ones; saturated is the share of "
+        "prompt, mean/most, and in brackets Chao's estimate with the unseen ones; saturated is the share of "
         "tokens whose logprob is exactly 0, where bits can hide."
     )
     header = (
@@ -159,7 +173,7 @@ def _repetition(receipt: Mapping[str, Any]) -> list[str]:
         "replies",
         "pairs that differ",
         "across lives",
-        "states",
+        "states a prompt",
         "saturated",
     )
     rows = (
@@ -198,7 +212,7 @@ def _batches(receipt: Mapping[str, Any]) -> list[str]:
         "Each reply in company against the solo answer to its request: how many have its state, "
         "how far logprobs are apart where all tokens so far are equal, and the share of positions "
         "that keep the solo token, over the first tokens and over all. States are distinct answers "
-        "a prompt (in brackets Chao's estimate), modal is the share of replies in the commonest. "
+        "a prompt (mean/most, in brackets Chao's estimate), modal is the share of replies in the commonest. "
         "Busy is the witness: slots busy in a pass, mean and least of the rounds, beside the width."
     )
     header = (
@@ -208,7 +222,7 @@ def _batches(receipt: Mapping[str, Any]) -> list[str]:
         "max",
         *(f"kept, first {length}" for length in lengths),
         "kept, all",
-        "states",
+        "states a prompt",
         "modal",
         "equal to the round before",
         "equal pairs",
@@ -541,14 +555,24 @@ def _weights(scope: Mapping[str, Any]) -> str | None:
 
 
 def _power(receipt: Mapping[str, Any]) -> list[str]:
-    shares = [row["detectable_share"] for row in receipt["power"] if row["detectable_share"]]
+    shares: dict[str, list[float]] = {}
+    for row in receipt["power"]:
+        if row["detectable_share"]:
+            shares.setdefault(row.get("unit", "positions"), []).append(row["detectable_share"])
     if not shares:
         return []
-    return [
-        "## Power",
-        f"A difference that moves {max(shares):.2%} of positions or more would have been seen by "
-        f"each claim with 95 % probability (the best claim sees {min(shares):.2%}).",
+    lines = [
+        f"A difference that moves {max(found):.2%} of {unit} or more would have been seen by "
+        f"each claim{'' if len(shares) == 1 else f' on {unit}'} with 95 % probability (the best "
+        f"claim sees {min(found):.2%})."
+        for unit, found in shares.items()
     ]
+    if "replies" in shares:
+        lines.append(
+            "Copies of one round share their passes and are not independent: of replies this is "
+            "the most that their number can show."
+        )
+    return ["## Power", "\n".join(lines)]
 
 
 def _provenance(receipt: Mapping[str, Any]) -> list[str]:

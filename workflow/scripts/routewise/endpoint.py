@@ -599,6 +599,11 @@ def measure_agree(
                 found.append(_agree_pair(a, a, rows[a.name], rows[a.name], wide, last=repeats - 1))
             for b in endpoints[place + 1 :]:
                 found.append(_agree_pair(a, b, rows[a.name], rows[b.name], wide))
+    if len(endpoints) > 1:
+        notes.append(
+            f"weights {WEIGHTS_UNKNOWN}: what a server has loaded is not told to its clients, so a "
+            "difference between two routes may be one of weights, not of arithmetic"
+        )
     document = {
         "command": "agree",
         "routes": {one.name: one.url for one in endpoints},
@@ -620,6 +625,8 @@ def _agree_pair(
     by_ids = all(
         rows.loc[rows["status"] == "ok", "token_ids"].notna().all() for rows in (first, second)
     )
+    # nobody says that two addresses load other weights, and nobody that they load the same: the
+    # pair is judged as it stands, and 'weights' says so
     table = agree_rows(first, second, same_weights=True, match="ids" if by_ids else "text")
     frame = table.to_pandas()
     sides = ((a.name, first), (b.name if a is not b else f"{b.name} again", second))
@@ -639,6 +646,7 @@ def _agree_pair(
         "b": b.name,
         "width": width,
         "match": "ids" if by_ids else "text",
+        "weights": "same" if a is b else WEIGHTS_UNKNOWN,
         "witness": _plain(witnesses),
         **_judged(
             judged,

@@ -34,6 +34,10 @@ class RoutewiseError(Exception):
         return self.problem if self.hint is None else f"{self.problem}\n  try: {self.hint}"
 
 
+class Misspoken(RoutewiseError):
+    """A server answers, and not as its route promises: waiting does not mend that."""
+
+
 def report_errors(main: Callable[P, int | None]) -> Callable[P, int]:
     """Wrap a script's ``main``: a RoutewiseError becomes a message and exit code 2."""
 

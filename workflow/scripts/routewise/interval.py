@@ -23,7 +23,7 @@ ORDER_STATISTICS = "order statistics of the median, two-sided"
 def detectable_share(n: int, level: float = LEVEL) -> float | None:
     """Return the smallest share of differing positions that ``n`` positions show with ``level``.
 
-    A share p escapes n independent positions with probability (1 - p)^n, so this is
+    The same holds for replies. A share p escapes n independent ones with probability (1 - p)^n, so this is
     1 - (1 - level)^(1/n). None where nothing was measured.
     """
     if n < 0:
@@ -31,11 +31,15 @@ def detectable_share(n: int, level: float = LEVEL) -> float | None:
     return None if n == 0 else float(-np.expm1(np.log1p(-level) / n))
 
 
-def share_interval(k: int, n: int, level: float = LEVEL) -> dict[str, Any] | None:
+def share_interval(
+    k: int, n: int, level: float = LEVEL, unit: str | None = None
+) -> dict[str, Any] | None:
     """Return the interval of a share of which ``k`` of ``n`` were seen, or None for n = 0.
 
     Keys: ``quantity``, ``k``, ``n``, ``low``, ``high`` (shares in [0, 1]), ``level``, ``method``.
-    Positions are taken as independent, which positions of one prompt are not quite.
+    What was sampled are positions; with ``unit`` the interval has that key and says which it was:
+    ``positions`` or ``replies``. They are taken as independent, which positions of one prompt and
+    copies of one round are not quite.
     """
     if not 0 <= k <= n:
         raise ValueError(f"need 0 <= k <= n, got k = {k}, n = {n}")
@@ -49,7 +53,8 @@ def share_interval(k: int, n: int, level: float = LEVEL) -> dict[str, Any] | Non
         high = 1.0 if k == n else float(beta.ppf(1.0 - tail, k + 1, n - k))
         method = CLOPPER_PEARSON
     return {
-        "quantity": "share of differing positions",
+        "quantity": f"share of differing {unit or 'positions'}",
+        **({"unit": unit} if unit else {}),
         "k": int(k),
         "n": int(n),
         "low": low,

@@ -21,7 +21,7 @@ from routewise.digest import digest_of, sha256_file, tree_digest
 from routewise.dispatch import LOGS
 from routewise.errors import RoutewiseError
 from routewise.identity import Identity
-from routewise.serve_cell import ServeCell, ServeInputs
+from routewise.serve_cell import ServeCell, ServeInputs, command_files
 from routewise.server import Launch, fill_command, nvidia_memory_mib
 
 #: A probe's completion is tiny; a model that takes longer for it is not ready.
@@ -53,7 +53,7 @@ def launch_of(cell: ServeCell, inputs: ServeInputs) -> LaunchPlan:
     loaded = Path(cell.serving.artefact) if cell.serving.artefact else inputs.model
     if cell.kind == "build":
         assert inputs.server is not None
-        identity = _build_identity(inputs.server)
+        identity = {**_build_identity(inputs.server), "artefact": _artefact_digest(cell)}
         argv: tuple[str, ...] = server_command(cell, inputs.server / "bin" / "llama-server", loaded)
         asked = Identity(
             model=loaded,
@@ -63,6 +63,7 @@ def launch_of(cell: ServeCell, inputs: ServeInputs) -> LaunchPlan:
         )
     else:
         identity = _command_identity(cell)
+        named = "".join(cell.serving.argv)
         argv = fill_command(
             cell.serving.argv,
             {
@@ -72,7 +73,11 @@ def launch_of(cell: ServeCell, inputs: ServeInputs) -> LaunchPlan:
                 "threads": cell.settings.threads,
             },
         )
-        asked = Identity(props=cell.serving.props)
+        asked = Identity(
+            props=cell.serving.props,
+            model=loaded if cell.serving.props and "{model}" in named else None,
+            parallel=cell.parallel if cell.serving.props and "{parallel}" in named else None,
+        )
 
     def start(log: Path, held: Held | None, logging: bool = False) -> Launch:
         dispatch = LOGS[cell.serving.dispatch] if logging and cell.serving.dispatch else None
@@ -108,7 +113,7 @@ def server_command(cell: ServeCell, program: Path, model: Path) -> tuple[str, ..
         *("--parallel", str(cell.parallel), "--ctx-size", str(settings.context * cell.parallel)),
         "--no-kv-unified",  # each slot has its own cache, as each sequence of a replay
         *("--threads", str(settings.threads), "--threads-batch", str(settings.threads)),
-        *("--batch-size", str(max(settings.micro_batch, 2048))),
+        *("--batch-size", str(settings.micro_batch)),  # so that each pass is counted
         *("--ubatch-size", str(settings.micro_batch)),
         *("--flash-attn", "on" if settings.flash_attention else "off"),
         *("--cache-type-k", settings.kv_type, "--cache-type-v", settings.kv_type),
@@ -133,21 +138,29 @@ def _build_identity(folder: Path) -> dict[str, Any]:
 
 
 def _command_identity(cell: ServeCell) -> dict[str, Any]:
-    """Return what an external command is: its words, the program's digest and what it loads."""
+    """Return what an external command is: its words, the files that they name, what it loads.
+
+    What a wrapper starts in its turn is known only where the route's ``identity_files`` name it.
+    """
     name = cell.serving.argv[0]
-    program = shutil.which(name)
+    program = shutil.which(name, path=cell.env.get("PATH"))
     if program is None:
         raise RoutewiseError(
             f"route {cell.route}: command {name!r} is not on the PATH of this machine",
             "install it, or give its path in the study",
         )
-    artefact = cell.serving.artefact
     found = {
         "command": list(cell.serving.argv),
         "program_sha256": sha256_file(Path(program)),
-        "artefact": None if artefact is None else tree_digest(Path(artefact)),
+        "files": command_files(cell.serving),
+        "artefact": _artefact_digest(cell),
     }
     return {"name": cell.route, **found, "fingerprint": digest_of(found)}
+
+
+def _artefact_digest(cell: ServeCell) -> str | None:
+    artefact = cell.serving.artefact
+    return None if artefact is None else tree_digest(Path(artefact))
 
 
 def _never(*_: Any, **__: Any) -> Launch:

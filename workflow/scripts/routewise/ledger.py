@@ -62,7 +62,8 @@ class Entry:
     """One claim, waiting or granted. Times are seconds of the host's clock since boot.
 
     ``wants`` are the keys of the units that would do, in order of liking; ``whole`` asks for all of
-    them; ``units`` are those granted, empty while it waits.
+    them; ``units`` are those granted, empty while it waits. ``n_units`` is how many units the device
+    has by the claim's declaration (0: not told), ``named`` what it calls them (empty: it does not).
     """
 
     ticket: int
@@ -76,6 +77,8 @@ class Entry:
     arrived_s: float
     granted_s: float | None = None
     units: tuple[str, ...] = ()
+    n_units: int = 0
+    named: tuple[str, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -105,6 +108,33 @@ def free_units(entry: Entry, entries: list[Entry]) -> tuple[str, ...]:
     if entry.whole:
         return free if free == entry.wants else ()
     return free[:1]
+
+
+def is_hardware_id(unit: str) -> bool:
+    """Return whether a unit's key is the hardware's own identifier, the same for every job."""
+    return unit.startswith(("GPU-", "MIG-"))
+
+
+def contradicts(entry: Entry, other: Entry) -> bool:
+    """Return whether two claims on one device declare it so that one unit may have two keys.
+
+    Where both know their units by the hardware's identifier, other units are other hardware, and
+    nothing contradicts. Else both must declare as many units, under the same names; where only one
+    gives names, what the other may use must be among them.
+    """
+    if not entry.n_units or not other.n_units:
+        return False
+    known = [any(map(is_hardware_id, claim.wants)) for claim in (entry, other)]
+    if any(known):
+        return not all(known)
+    if entry.n_units != other.n_units:
+        return True
+    if entry.named and other.named:
+        return set(entry.named) != set(other.named)
+    if entry.named or other.named:
+        named = entry.named or other.named
+        return not set(other.wants if entry.named else entry.wants) <= set(named)
+    return False
 
 
 def boot_s() -> float:
@@ -268,7 +298,10 @@ class Ledger:
         try:
             fields: dict[str, Any] = json.loads(content)
             entry = Entry(
-                **{**fields, "wants": tuple(fields["wants"]), "units": tuple(fields["units"])}
+                **{
+                    **fields,
+                    **{key: tuple(fields[key]) for key in ("wants", "units", "named")},
+                }
             )
             _check_types(entry)
             return entry
@@ -346,8 +379,8 @@ def file_system_of(device: int, mounts: str) -> str | None:
 
 def _check_types(entry: Entry) -> None:
     """Raise TypeError where an entry was not written by this code: any user can write the file."""
-    texts = (entry.label, entry.user, *entry.wants, *entry.units)
-    whole = (entry.ticket, entry.pid, entry.start_ticks)
+    texts = (entry.label, entry.user, *entry.wants, *entry.units, *entry.named)
+    whole = (entry.ticket, entry.pid, entry.start_ticks, entry.n_units)
     times_s = (entry.limit_s, entry.arrived_s, *filter(None, [entry.granted_s]))
     if not (
         all(isinstance(text, str) for text in texts)

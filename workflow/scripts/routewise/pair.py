@@ -94,7 +94,8 @@ class PairCell:
 def compare_pair(cell: PairCell, path_a: Path, path_b: Path, code_digest: str, output: Path) -> str:
     """Write the agree cell of two replies cells to ``output``; return what it holds, in words.
 
-    Where a route could not do what is picked, the table has no rows and the provenance the reason.
+    Where a route could not do what is picked, the table has no rows and the provenance the reason;
+    so it is where both sides are the very same replies, which would be equal whatever they say.
     Where no request has a valid reply on both sides the cell is invalid. Raises RoutewiseError
     where a file is not a replies cell of the route, model or prompts named, or holds none of the
     rows picked.
@@ -115,7 +116,10 @@ def compare_pair(cell: PairCell, path_a: Path, path_b: Path, code_digest: str, o
     reasons = _by_route(a, b, lambda side: side.told["invalid_reasons"])
     match = None
     rows = AGREE.empty_table()
-    if not unsupported:
+    itself = None
+    if not unsupported and _is_itself(a, b):
+        itself = f"{route_a} was asked only once: its replies would be compared with themselves"
+    elif not unsupported:
         match = "ids" if a.sends_ids and b.sends_ids else "text"
         rows = _compare(cell, a, b, arithmetic_only, match)
         if not rows.num_rows:
@@ -133,6 +137,7 @@ def compare_pair(cell: PairCell, path_a: Path, path_b: Path, code_digest: str, o
         "code_digest": code_digest,
         "invalid_reasons": reasons,
         "unsupported": "; ".join(unsupported) or None,
+        "unobservable": itself,
         "n_measured": 0,
         "n_adopted": 0,
         # replies that both routes have and are valid, and those of them that have a row
@@ -144,6 +149,8 @@ def compare_pair(cell: PairCell, path_a: Path, path_b: Path, code_digest: str, o
     write_table(output, "agree", rows, provenance)
     if unsupported:
         return f"unsupported: {provenance['unsupported']}"
+    if itself:
+        return f"unobservable: {itself}"
     return f"{rows.num_rows} positions of {len(_requests(rows))} replies, matched by {match}"
 
 
@@ -246,6 +253,11 @@ def _read_side(path: Path, route: str, cell: PairCell, pick: Mapping[str, Any]) 
             "give the replies cells of the two routes in the order of the pair's name",
         )
     return _Side(route, path, told, rows, pick, _pick(rows, pick))
+
+
+def _is_itself(a: _Side, b: _Side) -> bool:
+    """Say whether both sides are the same replies of one route: then it was asked only once."""
+    return a.route == b.route and a.picked.num_rows > 0 and a.picked.equals(b.picked)
 
 
 def _by_route(a: _Side, b: _Side, said: Callable[[_Side], list[str]]) -> list[str]:

@@ -40,7 +40,6 @@ MEASURING_SCRIPTS = (
     "measure_cost",
     "tokenize_prompts",
     "measure_serving",
-    "measure_dispatch",
     "compare_routes",
 )
 
@@ -122,7 +121,7 @@ def plan_study(study: Study, results: Path, root: Path) -> StudyPlan:
     scripts = root / "workflow" / "scripts"
     code = {name: code_digest(scripts / f"{name}.py", cache) for name in MEASURING_SCRIPTS}
     prompts = _plan_prompts(study, results, builds, models, code["tokenize_prompts"])
-    serves = plan_serving(study, results, builds, models, prompts, code, cache)
+    serves = plan_serving(study, results, builds, models, prompts, code["measure_serving"], cache)
     plan = StudyPlan(
         study=study,
         results=results,

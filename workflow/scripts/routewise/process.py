@@ -23,7 +23,12 @@ from routewise import keeper
 from routewise.machine import ENGINE_VARIABLES
 
 #: Variables of the families that decide what a server computes or where: only the route sets them.
-SERVER_VARIABLES = (*ENGINE_VARIABLES, "HSA_", "HRX_", "IREE_", "NPU_", "ONEBIT_")
+SERVER_VARIABLES: tuple[str, ...] = (
+    *ENGINE_VARIABLES,
+    *("HSA_", "HRX_", "IREE_", "NPU_", "ONEBIT_", "XRT_"),
+    *("CUBLAS_", "CUDNN_", "NVIDIA_TF32_", "ROCBLAS_", "HIPBLASLT_", "MIOPEN_"),
+    *("MKL_", "OPENBLAS_", "BLIS_", "LD_PRELOAD", "LD_AUDIT"),
+)
 
 _SESSION_LIMIT_S = 5.0
 _KEEPER_LIMIT_S = 30.0  # it is quick, but for a process that no signal can end

@@ -139,6 +139,8 @@ def render_messages(messages: Sequence[dict[str, str]], template: ChatTemplate) 
     Rendered as transformers renders (``apply_chat_template`` with ``add_generation_prompt``):
     a sandbox, ``trim_blocks``, ``lstrip_blocks``, loop controls, ``generation`` blocks,
     ``raise_exception``, ``tojson``; but ``strftime_now`` always tells :data:`TEMPLATE_DATE`.
+    Thinking is off in every template that has the switch (``enable_thinking``): the text is made
+    here, once, so that a server's own switch could change nothing, and all routes get the same.
 
     Raises RoutewiseError where the template is broken or refuses the messages.
     """
@@ -156,6 +158,7 @@ def render_messages(messages: Sequence[dict[str, str]], template: ChatTemplate) 
             tools=None,
             documents=None,
             add_generation_prompt=True,
+            enable_thinking=False,
             bos_token=template.bos_token,
             eos_token=template.eos_token,
         )

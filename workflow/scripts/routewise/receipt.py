@@ -426,18 +426,28 @@ def _scope(tables: StudyTables, route: str, model: str, variant: str) -> dict[st
 
 
 def _power(claim: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a claim's number of positions could have shown."""
-    n = claim["n"]["positions"]
+    """Return what a claim's number of positions, or of replies asked for again, could have shown.
+
+    Copies of one round and positions of one prompt are not independent, so that this is the best
+    that the number can do.
+    """
+    if claim["sweep"] == REPLAY_SWEEP:
+        unit, named = "positions", {}
+    else:
+        unit = "replies" if "compared_replies" in claim["n"] else "positions"
+        named = {"unit": unit}
+    n = claim["n"]["compared_replies" if unit == "replies" else "positions"]
     share = detectable_share(n)
     return {
         "claim": claim["id"],
         "n": n,
+        **named,
         "level": LEVEL,
         "detectable_share": share,
         "statement": "nothing was compared"
         if share is None
-        else f"with {LEVEL:.0%} probability {n} positions show a difference that moves "
-        f"{share:.2%} of positions or more",
+        else f"with {LEVEL:.0%} probability {n} {unit} show a difference that moves "
+        f"{share:.2%} of {unit} or more",
     }
 
 

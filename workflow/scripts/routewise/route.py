@@ -44,7 +44,8 @@ ROUTE_DEFAULTS: dict[str, Any] = {
     "parallel_max": None,
     "repeats_max": None,
     "artefact": None,
-    "weights": "same",
+    "weights": None,
+    "identity_files": [],
     "server_args": [],
     "start_limit_s": 600,
     "stall_s": 120,
@@ -107,6 +108,7 @@ class Serving:
     slots: bool  # a request can name its slot
     parallel_max: int | None
     repeats_max: int | None
+    identity_files: tuple[str, ...]  # of a command: what else decides its answers
     artefact: str | None  # what is loaded in place of the study's model
     weights: str  # same | requantised
     start_limit_s: float
@@ -121,6 +123,7 @@ class Serving:
             **{
                 **document,
                 "argv": tuple(document["argv"]),
+                "identity_files": tuple(document["identity_files"]),
                 "claim": None if claim is None else ClaimSpec.from_document(claim),
                 "health": _health(document["health"]),
                 "speech": Speech(**document["speech"]),
@@ -184,8 +187,9 @@ def route_of(name: str, entry: Mapping[str, Any], backend: str | None) -> Route:
             slots=entry["api"] == "llama" if entry["slots"] is None else entry["slots"],
             parallel_max=entry["parallel_max"],
             repeats_max=entry["repeats_max"],
+            identity_files=tuple(entry["identity_files"]),
             artefact=entry["artefact"],
-            weights=entry["weights"],
+            weights=entry["weights"] or "same",
             start_limit_s=entry["start_limit_s"],
             stall_s=entry["stall_s"],
             dispatch=entry["dispatch"],
@@ -209,6 +213,25 @@ def is_local(url: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def same_but_for_the_arm(base: Route, route: Route) -> str | None:
+    """Return what two routes differ in that an arm may not, or None.
+
+    An arm may have other variables, and further words on its command line.
+    """
+
+    def fixed(one: Route) -> dict[str, Any]:
+        serving = one.serving.document()
+        for name in ("argv", "claim", "dispatch", "health", "start_limit_s", "stall_s"):
+            del serving[name]
+        return {**serving, "kind": one.kind, "build": one.build, **asdict(one.settings)}
+
+    for name, value in fixed(base).items():
+        if fixed(route)[name] != value:
+            return name
+    words = iter(route.serving.argv)
+    return None if all(word in words for word in base.serving.argv) else "command"
 
 
 def _claim(device: str, entry: Mapping[str, Any] | bool, kind: str) -> ClaimSpec | None:

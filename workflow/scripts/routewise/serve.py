@@ -20,8 +20,9 @@ from typing import Any
 import pyarrow as pa
 
 from routewise.block import Block, Prepared, prepare_round, prompt_refusal
-from routewise.claim import Held, hold_device
-from routewise.client import Client, Round
+from routewise.claim import Held, hold_device, run_under_hold
+from routewise.client import Client, Round, is_fair_witness
+from routewise.device import identify_device
 from routewise.digest import digest_of
 from routewise.errors import RoutewiseError
 from routewise.identity import Identity
@@ -90,7 +91,7 @@ def serving_provenance(
             key: getattr(cell, key)
             for key in ("sweep", "route", "model", "variant", "prompts", "digest")
         },
-        "settings": {**asdict(cell.settings), "env": cell.env, "n_probs": cell.n_probs},
+        "settings": {**_applied(cell), "env": cell.env, "n_probs": cell.n_probs},
         "serving": {
             **cell.serving.document(),
             "kind": cell.kind,
@@ -107,10 +108,20 @@ def serving_provenance(
         "model": job.inputs.model_record,
         "prompts": {"name": cell.prompts, "digest": prompts["prompt_set_digest"]},
         "machine": job.machine,
+        "device": job.device,
         "code_digest": job.inputs.code_digest,
         "started_at": started_at.isoformat(timespec="seconds"),
         "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _applied(cell: ServeCell) -> dict[str, Any]:
+    """Return the route's settings, without those that its server was never told."""
+    settings = asdict(cell.settings)
+    if cell.kind == "build":
+        return settings
+    told = {name for name in settings if any(f"{{{name}}}" in word for word in cell.serving.argv)}
+    return {name: value if name in told else None for name, value in settings.items()}
 
 
 class ServingJob:
@@ -123,6 +134,7 @@ class ServingJob:
         self.inputs = inputs
         self.prompts = prompts
         self.machine = describe_machine()
+        self.device = identify_device(cell.serving.device)
         self.launch = launch_of(cell, inputs)
         self.identity = self.launch.identity
         self.store = Store(inputs.store)
@@ -179,7 +191,9 @@ class ServingJob:
                 "fingerprint": self.identity["fingerprint"],
                 "model": self.inputs.model_record["sha256"],
                 "code": self.inputs.code_digest,
-                "device": device_scope(self.machine),
+                "artefact": self.identity.get("artefact"),
+                "programs": self.identity.get("programs"),
+                "device": {**device_scope(self.machine), **self.device},
             }
         )
 
@@ -241,7 +255,9 @@ class ServingJob:
         async with Client(server.url, cell.serving.speech, stall_s=stall_s) as client:
             for fragment in missing:
                 start = time.perf_counter()
-                await self._look_at(server, client)  # a slot may be busy with the last cell's
+                server.note_progress()
+                server.check()
+                await client.wait_idle(stall_s)  # a slot may be busy with the last cell's
                 rounds = []
                 for prepared in fragment.rounds:
                     rounds.append((await self.ask_round(server, client, prepared), _seen(held)))
@@ -254,31 +270,43 @@ class ServingJob:
                     "machine": self.machine,
                     "build": self.identity,
                 }
-                whole = all(reply.status == "ok" for one, _ in rounds for reply in one.replies)
-                if whole and cell.kind != "endpoint":
+                server.check_ours()  # or these replies may be somebody else's
+                if cell.kind != "endpoint" and _is_worth_keeping(fragment, rounds):
                     self.store.put(fragment.key, "replies", rows, note)
                 self._keep(fragment, rows, {**note, "adopted": False})
 
     async def ask_round(self, server: Server, client: Client, prepared: Prepared) -> Round:
-        """Ask one round. Raises RoutewiseError where the server died or moves no more."""
+        """Ask one round.
+
+        Raises RoutewiseError where a request got no reply: the server died, stands still, or
+        refuses it. What was answered before is stored, and the next run goes on there.
+        """
         for ask in prepared.before:
-            reply = await client.complete(ask, self._limit_s([ask]))
+            before = await client.release([ask], self._limit_s([ask]))
+            self._check_answered(server, before.fault)
+            (reply,) = before.replies
             if reply.status != "ok":
-                await self._look_at(server, client)
                 raise RoutewiseError(
                     f"{self.cell.name}: the request before a round failed: {reply.reason}",
                     f"look into the server's log in {self.inputs.logs}",
                 )
         one = await client.release(prepared.asks, self._limit_s(prepared.asks))
-        if any(reply.status != "ok" for reply in one.replies):
-            await self._look_at(server, client)
+        self._check_answered(server, one.fault)
         return one
 
-    async def _look_at(self, server: Server, client: Client) -> None:
-        """Raise RoutewiseError where the server is gone or wedged; bad answers are no reason."""
-        server.note_progress()  # the client itself minds a server that stands still
+    def _check_answered(self, server: Server, fault: str | None) -> None:
+        if fault is None:
+            return
+        server.note_progress()  # the client has minded that: only a death is asked for
         server.check()
-        await client.wait_idle(self.cell.serving.stall_s)
+        tail = server.tail()
+        shown = "".join(f"\n    {line}" for line in tail.splitlines())
+        raise RoutewiseError(
+            f"{self.cell.name}: a request got no reply: {fault}"
+            + (f"\n  the last lines of the server's log:{shown}" if tail else ""),
+            "run the same command again, what was answered is kept; where one pass takes longer "
+            "than the route's stall_s, raise that",
+        )
 
     def _limit_s(self, asks: Sequence[Ask]) -> float:
         """Return how long a server that does not count its passes may take for these requests."""
@@ -319,12 +347,25 @@ class ServingJob:
         return table_of("replies", columns)
 
 
+def _is_worth_keeping(fragment: Fragment, rounds: Sequence[tuple[Round, dict[str, Any]]]) -> bool:
+    """Say whether a fragment may be adopted later: whole, and shared as it was meant to be.
+
+    A round that was crowded, hardly shared or not counted stands in the cell as it is, and is
+    asked again when the cell is.
+    """
+    return all(reply.status == "ok" for one, _ in rounds for reply in one.replies) and all(
+        is_fair_witness(fragment.block.width, one.n_decodes, one.busy_per_decode)
+        for one, _ in rounds
+    )
+
+
 @contextlib.contextmanager
 def held_device(cell: ServeCell) -> Iterator[Held | None]:
     """Hold the route's device for a ``with`` block; None where the route claims none."""
     if cell.serving.claim is None:
         yield None
         return
+    run_under_hold(cell.serving.claim, cell.name)  # only now: a job with all answers stored is over
     with hold_device(cell.serving.claim, f"{cell.route} {cell.sweep} {cell.model}") as held:
         yield held
 

@@ -8,8 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from routewise.block import Block
+from routewise.digest import DigestCache, tree_digest
 from routewise.engine import Settings
 from routewise.route import Serving
+
+
+def command_files(serving: Serving, cache: DigestCache | None = None) -> dict[str, str]:
+    """Return the digests of the files and folders that a route's command names, by name.
+
+    Those are the words of the command that are files, and all of its ``identity_files``.
+    """
+    named = [word for word in serving.argv if Path(word).is_file()]
+    return {name: tree_digest(Path(name), cache) for name in [*named, *serving.identity_files]}
 
 
 @dataclass(frozen=True)

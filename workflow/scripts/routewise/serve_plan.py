@@ -23,7 +23,7 @@ from routewise.dispatch import BASE_REPEATS
 from routewise.model import ModelPlan
 from routewise.prompt import PromptPlan
 from routewise.route import Route
-from routewise.serve_cell import ServeCell
+from routewise.serve_cell import ServeCell, command_files
 from routewise.study import SERVING_SWEEPS, Study, agree_pairs, batched_blocks
 
 #: Environment of every server of a build: threads sleep, as in a replay; and a crash
@@ -108,10 +108,10 @@ def plan_serving(
     builds: Mapping[str, BuildPlan],
     models: Mapping[str, ModelPlan],
     prompts: Mapping[tuple[str, str], PromptPlan],
-    code: Mapping[str, str],
+    code: str,
     cache: DigestCache,
 ) -> dict[str, ServePlan]:
-    """Return all serving cells of a study by path; ``code`` holds each script's digest."""
+    """Return all serving cells of a study by path; ``code`` is the measuring script's digest."""
     plans: dict[str, ServePlan] = {}
     for sweep in SERVING_SWEEPS:
         entry = study.sweeps.get(sweep)
@@ -128,7 +128,7 @@ def plan_serving(
                             "made_of": made_of,
                             "model": models[model].key,
                             "prompts": prompt_plan.digest,
-                            "code": code[serving_script(sweep)],
+                            "code": code,
                         }
                     )[:DIGEST_LENGTH]
                     cell = ServeCell(**{**vars(cell), "digest": digest})
@@ -136,11 +136,6 @@ def plan_serving(
                     path = results / "cells" / digest / name
                     plans[str(path)] = ServePlan(cell, route.build, prompt_plan, path)
     return plans
-
-
-def serving_script(sweep: str) -> str:
-    """Return the script that measures a serving sweep's cells."""
-    return "measure_dispatch" if sweep == "dispatch" else "measure_serving"
 
 
 def _serve_cell(
@@ -203,8 +198,12 @@ def _made_of(route: Route, builds: Mapping[str, BuildPlan], cache: DigestCache) 
         return {**found, "server": builds[route.build].server_digest}
     if route.kind == "endpoint":
         return {**found, "endpoint": route.serving.endpoint}
-    program = shutil.which(route.serving.argv[0])
-    return {**found, "program": None if program is None else sha256_file(Path(program), cache)}
+    program = shutil.which(route.serving.argv[0], path=route.env.get("PATH"))
+    return {
+        **found,
+        "program": None if program is None else sha256_file(Path(program), cache),
+        "files": command_files(route.serving, cache),
+    }
 
 
 def plan_agree(
@@ -222,7 +221,7 @@ def plan_agree(
     }
     for model in entry["models"]:
         pairs = [(a, b, width) for width in entry["widths"] for a, b in agree_pairs(entry)]
-        twice = [(route, route, 1) for route in entry["routes"]]
+        twice = [(route, route, width) for width in entry["widths"] for route in entry["routes"]]
         for a, b, width in [*pairs, *twice]:
             sides = [captures[(route, model, f"p{width}")] for route in (a, b)]
             picks = [_pick(sides[0], first=True), _pick(sides[1], first=a != b)]

@@ -17,10 +17,13 @@ from routewise.interval import share_interval
 from routewise.serve_verdict import (
     LOGPROB,
     ServeJudgement,
+    cache_reasons,
+    gap_reasons,
     judge_batched,
     judge_caches,
     judge_repeat,
     judge_width_1,
+    reply_reasons,
     solo_of,
     witness_of,
 )
@@ -180,6 +183,7 @@ def _between_caches(
     rows = tables.rows_of(cell)
     judged = judge_caches(
         rows[rows["status"] == "ok"],
+        logprob_list=_logprob_list(cell),
         invalid_reasons=[
             f"{claim['id']} is {claim['verdict']}"
             for claim in measured
@@ -214,7 +218,8 @@ def _judge_repeat(
         cache,
         rounds=_rounds(cell, cache=cache),
         prompts=set(every["prompt_id"]),
-        invalid_reasons=[*cell.invalid_reasons, *doubts],
+        logprob_list=_logprob_list(cell),
+        invalid_reasons=[*_doubts_of(cell), *doubts],
         unsupported=_unsupported(cell, refused),
     )
     notes = sorted(set(refused)) if judged.verdict != UNSUPPORTED else []
@@ -268,9 +273,11 @@ def _batched(tables: StudyTables, sweep: Mapping[str, Any], doubts: Doubts) -> E
 
 def _batched_statement(width: int, mix: str, prefill: str, judged: ServeJudgement) -> str:
     others = _MIXES[mix].format(others=width - 1)
+    busy = (judged.measures.get("witness") or {}).get("busy_per_decode_mean")
+    company = "" if busy is None else f" (on average {busy:.2f} of {width} slots busy in a pass)"
     return (
         f"A request beside {others}, {_PREFILLS[prefill]}, gets "
-        f"{_OBSERVED[judged.observable]} as alone"
+        f"{_OBSERVED[judged.observable]} as alone{company}"
     )
 
 
@@ -291,7 +298,8 @@ def _judge_block(
 ) -> tuple[ServeJudgement, pd.DataFrame]:
     if cell is None:
         return _unmeasured(), replies.iloc[:0]
-    rows = _where(tables.rows_of(cell), asked)
+    every = tables.rows_of(cell)
+    rows = _where(every, asked)
     rounds = _rounds(cell, **asked)
     judged = judge_batched(
         rows,
@@ -299,7 +307,9 @@ def _judge_block(
         width=asked["width"],
         prefill=asked["prefill"],
         rounds=max(rounds.values()) if rounds else None,
-        invalid_reasons=[*cell.invalid_reasons, *doubts],
+        prompts=set(every.loc[every["role"] == "probe", "prompt_id"]),
+        logprob_list=_logprob_list(cell),
+        invalid_reasons=[*_doubts_of(cell), *doubts],
         unsupported=_unsupported(cell, _refused(cell, **asked)),
     )
     return judged, rows
@@ -324,7 +334,8 @@ def _width_1_control(
                 mine,
                 solo_of(replies, str(prefill)),
                 rounds=max(rounds.values()) if rounds else None,
-                invalid_reasons=cell.invalid_reasons,
+                logprob_list=_logprob_list(cell),
+                invalid_reasons=_doubts_of(cell),
             )
             for prefill, mine in rows.groupby("prefill")
         ]
@@ -381,41 +392,63 @@ def _agree(tables: StudyTables, sweep: Mapping[str, Any], doubts: Doubts) -> Ent
     claims: list[Entry] = []
     for model in sweep["models"]:
         failed: dict[str, list[str]] = {}
+        moved: dict[tuple[str, int], str] = {}
         for route in sweep["routes"]:
             failed[route] = list(doubts.get((route, model), ()))
-            judged, pair, sides = _judge_pair(tables, (route, route), model, 1, [])
-            control = _pair_entry(
-                tables,
-                f"same-route-twice/{route}/{model}",
-                (route, route),
-                model,
-                1,
-                f"The route asked twice gives {_OBSERVED[judged.observable]}",
-                (judged, pair, sides),
-                EXACT,
-            )
-            control["route"] = route
+            control = _twice_control(tables, route, model, 1)
             controls.append(control)
-            if judged.verdict not in (EXACT, UNSUPPORTED):
-                doubt = f"control {control['id']} does not hold: it is {judged.verdict}"
+            if control["verdict"] not in (EXACT, UNSUPPORTED):
+                doubt = f"control {control['id']} does not hold: it is {control['verdict']}"
                 failed[route].append(doubt)
+            for width in sweep["widths"]:
+                variant = f"w{width}"
+                if width > 1 and tables.find(f"{route}|{route}", model, variant, AGREE_SWEEP):
+                    wide = _twice_control(tables, route, model, width)
+                    controls.append(wide)
+                    if wide["verdict"] == DIFFERS:
+                        moved[(route, width)] = f"{route} differs also with itself: {wide['id']}"
         for one, two in agree_pairs(sweep):
             against = [*failed[one], *failed[two]]
             for width in sweep["widths"]:
                 judged, pair, sides = _judge_pair(tables, (one, two), model, width, against)
-                claims.append(
-                    _pair_entry(
-                        tables,
-                        f"{AGREE_SWEEP}/{one}|{two}/{model}/w{width}",
-                        (one, two),
-                        model,
-                        width,
-                        _agree_statement(one, two, width, judged),
-                        (judged, pair, sides),
-                        expectation_of(expect, f"{one}|{two}", f"w{width}"),
-                    )
+                claim = _pair_entry(
+                    tables,
+                    f"{AGREE_SWEEP}/{one}|{two}/{model}/w{width}",
+                    (one, two),
+                    model,
+                    width,
+                    _agree_statement(one, two, width, judged),
+                    (judged, pair, sides),
+                    expectation_of(expect, f"{one}|{two}", f"w{width}"),
                 )
+                if claim["verdict"] == DIFFERS:
+                    both = (moved.get((route, width)) for route in (one, two))
+                    claim["reasons"] += [note for note in both if note]
+                claims.append(claim)
     return controls, claims
+
+
+def _twice_control(tables: StudyTables, route: str, model: str, width: int) -> Entry:
+    """Return the control that a route asked twice says the same.
+
+    In company it is allowed to differ, and nothing is expected: what two routes differ by at that
+    width is read beside it.
+    """
+    judged, pair, sides = _judge_pair(tables, (route, route), model, width, [])
+    alone = width == 1
+    control = _pair_entry(
+        tables,
+        f"same-route-twice/{route}/{model}" + ("" if alone else f"/w{width}"),
+        (route, route),
+        model,
+        width,
+        f"The route asked twice{'' if alone else f', {width} copies in flight,'} gives "
+        f"{_OBSERVED[judged.observable]}",
+        (judged, pair, sides),
+        EXACT if alone else None,
+    )
+    control["route"] = route
+    return control
 
 
 def _agree_statement(one: str, two: str, width: int, judged: ServeJudgement) -> str:
@@ -433,24 +466,23 @@ def _judge_pair(
     sides = [tables.find(route, model, f"p{width}", AGREE_SWEEP) for route in pair]
     reasons = list(doubts)
     unsupported = "" if cell is None else _unsupported(cell, [])
-    prompts: set[str] = set()
+    asked: set[str] = set()
     witnesses = {}
+    picked = []
     for route, side, name in zip(pair, sides, ("a", "b"), strict=True):
         if side is None:
             reasons.append(f"the replies of {route} were not measured")
             continue
         if refused := _unsupported(side, _refused(side, width=width)):
             unsupported = unsupported or f"{route}: {refused}"
-        reasons += [f"replies of {route}: {reason}" for reason in side.invalid_reasons]
-        rows = _picked(tables.rows_of(side), cell, name)
-        broken = rows[rows["status"] != "ok"]
-        if len(broken):
-            reasons.append(
-                f"{len(broken)} of {len(rows)} replies of {route} are invalid: "
-                f"{broken['reason'].iloc[0]}"
-            )
-        prompts |= set(rows.loc[rows["n_received"] > 0, "prompt_id"])
-        witnesses[route] = witness_of(rows[rows["status"] == "ok"], width)
+        every = tables.rows_of(side)
+        rows = _picked(every, cell, name)
+        against = [*_doubts_of(side), *_side_reasons(rows, every, width)]
+        reasons += [f"replies of {route}: {reason}" for reason in against]
+        asked |= set(rows.loc[rows["n_received"] > 0, "prompt_id"])
+        again = " again" if route in witnesses else ""
+        witnesses[route + again] = witness_of(rows[rows["status"] == "ok"], width)
+        picked.append(rows)
     if cell is None:
         return _refused_or_unmeasured(unsupported), None, sides
     rows = tables.rows_of(cell)
@@ -460,11 +492,46 @@ def _judge_pair(
         rows,
         width=width,
         witnesses=witnesses,
-        prompts=prompts,
-        invalid_reasons=[*cell.invalid_reasons, *reasons],
+        prompts=asked,
+        invalid_reasons=[*cell.invalid_reasons, *dict.fromkeys(reasons)],
         unsupported=unsupported,
+        unobservable=_one_measurement(pair, picked),
     )
     return judged, cell, sides
+
+
+def _side_reasons(rows: pd.DataFrame, every: pd.DataFrame, width: int) -> list[str]:
+    """Return why the replies picked of one route are no evidence; ``every`` is its whole cell."""
+    if rows.empty:
+        return []
+    reasons = reply_reasons(rows)
+    for cache, mine in rows.groupby("cache"):
+        reasons += cache_reasons(mine, str(cache))
+    reasons += gap_reasons(rows, rows, width, 1)
+    missing = sorted(set(every["prompt_id"]) - set(rows["prompt_id"]))
+    if missing:
+        reasons.append(f"{len(missing)} prompts have no reply, {missing[0]} among them")
+    return reasons
+
+
+def _one_measurement(pair: tuple[str, str], picked: Sequence[pd.DataFrame]) -> str:
+    """Return why both sides of a pair are one measurement; '' where they are two.
+
+    Two routes with one program and configuration share stored answers, and these have one time; a
+    route that was asked once has nothing that it could be compared with.
+    """
+    if len(picked) < 2 or any(rows.empty for rows in picked):
+        return ""
+    names = ["prompt_id", "copy", "released_ns", "done_ns", "state", "text"]
+    one, two = (
+        rows.sort_values(["prompt_id", "copy"], kind="stable")[names].to_numpy().tolist()
+        for rows in picked
+    )
+    if one != two:
+        return ""
+    if pair[0] == pair[1]:
+        return f"{pair[0]} was asked only once: its replies would be compared with themselves"
+    return "both routes are the same program and configuration: their answers are one measurement"
 
 
 def _picked(rows: pd.DataFrame, cell: Cell | None, side: str) -> pd.DataFrame:
@@ -547,6 +614,24 @@ def _refused(cell: Cell, **wanted: Any) -> list[str]:
     ]
 
 
+def _doubts_of(cell: Cell) -> list[str]:
+    """Return why a serving cell cannot be believed as a whole; empty where it can."""
+    serving = cell.provenance.get("serving") or {}
+    programs = {
+        (life.get("found") or {}).get("program_sha256") for life in serving.get("lives") or []
+    }
+    changed = len(programs - {None}) > 1
+    reasons = ["the server's program changed between its lives"] if changed else []
+    return [*cell.invalid_reasons, *reasons]
+
+
+def _logprob_list(cell: Cell) -> int | None:
+    """Return how many tokens of a reply the route's list of logprobs covers; None for all."""
+    serving = cell.provenance.get("serving") or {}
+    found = (serving.get("speech") or {}).get("logprob_list")
+    return None if found is None else int(found)
+
+
 def _unsupported(cell: Cell, refused: Sequence[str]) -> str:
     return str(cell.provenance.get("unsupported") or "") or (refused[0] if refused else "")
 
@@ -585,7 +670,7 @@ def _entry(
         "reasons": list(judged.reasons),
         "observable": judged.observable,
         "n": n,
-        "interval": share_interval(n["differing"], n["positions"]) if believed else None,
+        "interval": _interval(n) if believed else None,
         "worst": judged.worst,
         "first_difference": judged.first_difference,
         "scope": scope,
@@ -593,6 +678,17 @@ def _entry(
         "cells": list(cells),
         "measures": judged.measures,
     }
+
+
+def _interval(n: Mapping[str, int]) -> dict[str, Any] | None:
+    """Return the interval of the share that differs: of replies, or of the positions of a pair.
+
+    Where a request was asked for again and again each reply is one draw, and its positions are
+    not.
+    """
+    if "compared_replies" in n:
+        return share_interval(n["differing_replies"], n["compared_replies"], unit="replies")
+    return share_interval(n["differing"], n["positions"], unit="positions")
 
 
 def _somewhere(sweep: str, route: str, claims: Sequence[Entry]) -> Entry:
@@ -604,6 +700,11 @@ def _somewhere(sweep: str, route: str, claims: Sequence[Entry]) -> Entry:
         **{
             name: sum(claim["n"].get(name, 0) for claim in believed)
             for name in ("positions", "differing", "flips")
+        },
+        **{
+            name: sum(claim["n"][name] for claim in believed)
+            for name in ("compared_replies", "differing_replies")
+            if believed and all(name in claim["n"] for claim in believed)
         },
         "cells": len(believed),
         "differing_cells": len(differing),

@@ -51,6 +51,13 @@ OBSERVABLES = {"chosen-logprob": LOGPROB, "token-ids": TOKEN_IDS, "text": TEXT}
 #: prefilled in passes of their own. How much was really shared stands in each claim's measures.
 SHARED_SLOTS_MIN = 1.25
 
+#: Status of a logprob that is a sign of something broken, and not just of nothing to compare.
+BROKEN_STATUSES = ("nan", "not_float32")
+
+#: Share of tokens with a logprob from which equal replies are called equal in their logprobs. Below
+#: it too few positions could have shown a difference, and the tokens alone are claimed.
+LOGPROB_SHARE_MIN = 0.9
+
 #: How far the mean may lie above the width: it is the difference of two rounded running means.
 #: Beyond it a slot was busy with a request that is not of the round.
 SPARE_SLOTS_MAX = 0.05
@@ -254,6 +261,10 @@ def reply_reasons(rows: pd.DataFrame) -> list[str]:
         reasons.append(
             f"{drafted} replies were decoded with drafts: their logprobs are no evidence"
         )
+    statuses = _statuses(fine)
+    broken_logprobs = int(np.isin(statuses, BROKEN_STATUSES).sum())
+    if broken_logprobs:
+        reasons.append(f"{broken_logprobs} of {len(statuses)} logprobs are NaN or no float32")
     crowded = fine[fine["busy_per_decode"] > fine["width"] + SPARE_SLOTS_MAX]
     if len(crowded):
         row = crowded.iloc[0]
@@ -288,12 +299,14 @@ def prefill_reasons(probes: pd.DataFrame, prefill: str) -> list[str]:
     """Return why replies do not show that their prompts were prefilled apart; empty where they do.
 
     A server always evaluates the last token of a prompt; a reply that evaluated more of it shared
-    prefill passes too. Where the reply says only how much came from the cache, that must not be 0.
+    prefill passes too. Nothing from the cache is right only where the prompt may have had no more
+    than that token.
     """
     if prefill != "apart":
         return []
     fine = probes[probes["status"] == "ok"]
-    wrong = fine[(fine["cache_n"] == 0) | (fine["prompt_n"] > 1)]
+    one_token = fine["prompt_n"].eq(1).fillna(False)
+    wrong = fine[(fine["cache_n"].eq(0) & ~one_token) | (fine["prompt_n"] > 1)]
     if wrong.empty:
         return []
     row = wrong.iloc[0]
@@ -305,7 +318,16 @@ def prefill_reasons(probes: pd.DataFrame, prefill: str) -> list[str]:
     ]
 
 
-def _gaps(probes: pd.DataFrame, block: pd.DataFrame, width: int, rounds: int | None) -> list[str]:
+def _count_unseen_prefill(probes: pd.DataFrame, prefill: str) -> int:
+    """Return how many replies do not say how their prompt was prefilled, where that was asked."""
+    if prefill != "apart":
+        return 0
+    return int((probes["cache_n"].isna() | probes["prompt_n"].isna()).sum())
+
+
+def gap_reasons(
+    probes: pd.DataFrame, block: pd.DataFrame, width: int, rounds: int | None
+) -> list[str]:
     """Return which replies a block lacks: ``width`` a round, ``rounds`` rounds a prompt."""
     if probes.empty:
         return []
@@ -321,16 +343,44 @@ def _gaps(probes: pd.DataFrame, block: pd.DataFrame, width: int, rounds: int | N
     return gaps
 
 
+def _missing_prompts(rows: pd.DataFrame, prompts: Iterable[str]) -> list[str]:
+    missing = sorted(set(prompts) - set(rows["prompt_id"]))
+    return [f"{len(missing)} prompts have no reply, {missing[0]} among them"] if missing else []
+
+
+def _statuses(rows: pd.DataFrame) -> np.ndarray:
+    lists = [np.asarray(one, dtype=object) for one in rows["logprob_status"]]
+    return np.concatenate(lists) if lists else np.zeros(0, dtype=object)
+
+
+def _count_logprobs(rows: pd.DataFrame) -> int:
+    """Return how many tokens of replies have a logprob that counts."""
+    return int((_statuses(rows) == "ok").sum())
+
+
+def _logprob_share(rows: pd.DataFrame, logprob_list: int | None) -> float | None:
+    """Return the share of tokens with a logprob, of those that the route's list covers."""
+    received = rows["n_received"].astype(int)
+    covered = int((received if logprob_list is None else received.clip(upper=logprob_list)).sum())
+    return min(1.0, _count_logprobs(rows) / covered) if covered else None
+
+
+def _claimed(rows: pd.DataFrame, observable: str, logprob_list: int | None) -> str:
+    """Return what equal replies are equal in: no logprobs where too few tokens have one."""
+    share = _logprob_share(rows, logprob_list)
+    if observable != LOGPROB or share is None or share >= LOGPROB_SHARE_MIN:
+        return observable
+    return TOKEN_IDS if rows["token_ids"].notna().all() else TEXT
+
+
 def _notes(rows: pd.DataFrame, observable: str) -> list[str]:
     """Return what qualifies a verdict on these replies without changing it."""
-    statuses = np.concatenate([np.asarray(one, dtype=object) for one in rows["logprob_status"]])
-    unsaid, said = int((statuses != "ok").sum()), int((statuses == "ok").sum())
-    told = (
-        f"{unsaid} of {unsaid + said} tokens have no logprob" if said else "there are no logprobs"
-    )
+    said, tokens = _count_logprobs(rows), int(rows["n_received"].sum())
+    told = f"logprobs of {said} of {tokens} tokens" if said else "there are no logprobs"
     if observable != LOGPROB:
-        return [f"{observable} alone could be compared: {told}"]
-    return [f"{told}: there the token alone counts"] if unsaid else []
+        what = "is claimed" if said else "could be compared"
+        return [f"{observable} alone {what}: {told}"]
+    return [f"{told}: elsewhere the token alone counts"] if said < tokens else []
 
 
 def _saturated_share(rows: pd.DataFrame) -> float | None:
@@ -355,6 +405,7 @@ def judge_repeat(
     *,
     rounds: Mapping[int, int] | None = None,
     prompts: Iterable[str] = (),
+    logprob_list: int | None = None,
     invalid_reasons: Sequence[str] = (),
     unsupported: str = "",
 ) -> ServeJudgement:
@@ -370,6 +421,8 @@ def judge_repeat(
         How many rounds each life of the server was asked for; None where that is not recorded.
     prompts
         Prompts that must be there: those of the whole cell.
+    logprob_list
+        How many tokens of a reply the route's list of logprobs covers; None for all.
     unsupported
         Why the route cannot do this at all; then there are no rows.
     """
@@ -385,56 +438,157 @@ def judge_repeat(
     if rows.empty:
         reasons.append(f"the cell holds no replies with cache {cache}")
     else:
-        missing = sorted(set(prompts) - set(rows["prompt_id"]))
-        if missing:
-            reasons.append(f"{len(missing)} prompts have no reply, {missing[0]} among them")
+        reasons += _missing_prompts(rows, prompts)
         for life in sorted({*rows["life"], *(rounds or {})}):
             mine = rows[rows["life"] == life]
             if mine.empty:
                 reasons.append(f"no reply of server life {life}")
-            reasons += _gaps(mine, mine, 1, (rounds or {}).get(life))
-    if reasons:
-        return ServeJudgement(INVALID, n, reasons, found.worst, found.first, observable, measures)
-    if n["pairs"] == 0 or n["positions"] == 0:
-        reason = "no prompt has two replies with tokens to compare"
-        return ServeJudgement(UNOBSERVABLE, n, [reason], None, None, observable, measures)
-    notes = _notes(fine, observable)
-    if n["differing_pairs"]:
-        shown = found.seen_by or observable
-        return ServeJudgement(DIFFERS, n, notes, found.worst, found.first, shown, measures)
+            reasons += gap_reasons(mine, mine, 1, (rounds or {}).get(life))
     unseen = int(fine["cache_n"].isna().sum())
-    if unseen and cache != "off":
-        reason = f"{unseen} replies do not say how much of the prompt came from the cache"
-        return ServeJudgement(UNOBSERVABLE, n, [reason], None, None, observable, measures)
-    if unseen:
-        notes.append("the route does not say that its prompt cache was off")
-    return ServeJudgement(EXACT, n, notes, None, None, observable, measures)
+    return _concluded(
+        found,
+        n,
+        reasons,
+        fine,
+        observable,
+        measures,
+        n_compared=n["pairs"],
+        n_differing=n["differing_pairs"],
+        nothing="no prompt has two replies with tokens to compare",
+        unseen=f"{unseen} replies do not say how much of the prompt came from the cache"
+        if unseen and cache != "off"
+        else "",
+        notes=["the route does not say that its prompt cache was off"] if unseen else [],
+        logprob_list=logprob_list,
+    )
 
 
-def judge_caches(rows: pd.DataFrame, *, invalid_reasons: Sequence[str] = ()) -> ServeJudgement:
+def judge_caches(
+    rows: pd.DataFrame,
+    *,
+    logprob_list: int | None = None,
+    invalid_reasons: Sequence[str] = (),
+) -> ServeJudgement:
     """Judge whether an answer is the same whatever the prompt cache held.
 
-    ``rows`` are the valid replies of one route and model with several kinds of prompt cache; of
-    each prompt the first reply of each kind is compared, as :func:`judge_repeat` says whether the
-    others are equal to it.
+    ``rows`` are the valid replies of one route and model with several kinds of prompt cache. All
+    replies of one kind are compared with all of the others, of every life. A kind whose answers
+    differ among themselves cannot be equal to another, and is named.
     """
-    order = ["prompt_id", "cache", "life", "round"]
-    firsts = rows.sort_values(order).groupby(["prompt_id", "cache"], as_index=False).head(1)
-    observable = observable_of(firsts)
-    found = _compare_within(firsts)
+    observable = observable_of(rows)
+    found, unsteady = _compare_caches(rows)
     n = {**found.n, "invalid": 0}
-    measures = {"states": found.states, "saturated_share": _saturated_share(firsts)}
-    reasons = [*invalid_reasons, *found.contradictions]
+    measures = {"states": found.states, "saturated_share": _saturated_share(rows)}
+    judged = _concluded(
+        found,
+        n,
+        [*invalid_reasons, *found.contradictions],
+        rows,
+        observable,
+        measures,
+        n_compared=n["pairs"],
+        n_differing=n["differing_pairs"],
+        nothing="no prompt has replies with two kinds of prompt cache",
+        logprob_list=logprob_list,
+    )
+    if unsteady and judged.verdict == DIFFERS:
+        judged.reasons.append(
+            f"answers differ also with the same kind of cache ({', '.join(unsteady)}): it need not "
+            "be the cache that moves them"
+        )
+    return judged
+
+
+def _compare_caches(rows: pd.DataFrame) -> tuple[_Found, list[str]]:
+    """Compare the replies of each prompt across kinds of cache.
+
+    Positions are compared with the first reply of another kind: where all of them are equal, all
+    replies are. Returns what was found, and the kinds whose own answers differ.
+    """
+    positions = _Positions()
+    states: list[dict[str, Any]] = []
+    unsteady: set[str] = set()
+    n_pairs = n_differing = n_moved = n_beside = contradicting = 0
+    for _, group in rows.groupby("prompt_index", sort=True):
+        kinds = {str(cache): _records(mine) for cache, mine in group.groupby("cache", sort=True)}
+        states.append(_prompt_states(group))
+        if len(kinds) < 2:
+            continue
+        first, second, *_ = kinds
+        for cache, replies in kinds.items():
+            reference = kinds[second if cache == first else first][0]
+            for row in replies:
+                if cache == second and row is replies[0]:
+                    continue  # the first reply of all was compared with it
+                compared = compare_replies(reference, row)
+                same = same_answer(reference, row, compared)
+                contradicting += compared.equal != same
+                positions.add(row, compared)
+                n_beside += 1
+                n_moved += not same
+            if any(not _same(replies[0], row) for row in replies[1:]):
+                unsteady.add(cache)
+        across = list(kinds.values())
+        for place, one in enumerate(across):
+            for two in across[place + 1 :]:
+                for left in one:
+                    n_pairs += len(two)
+                    n_differing += sum(not _same(left, right) for right in two)
+    n = {
+        **positions.n,
+        "replies": len(rows),
+        "logprobs": _count_logprobs(rows),
+        "compared_replies": n_beside,
+        "differing_replies": n_moved,
+        "pairs": n_pairs,
+        "differing_pairs": n_differing,
+        "states": sum(found["observed"] for found in states),
+    }
+    return _found(n, states, positions, contradicting, rows), sorted(unsteady)
+
+
+def _same(one: Reply, two: Reply) -> bool:
+    """Say whether two replies are one answer; they are compared only where their states cannot."""
+    if one["observable"] == two["observable"]:
+        return bool(one["state"] == two["state"])
+    return compare_replies(one, two).equal
+
+
+def _concluded(
+    found: _Found,
+    n: dict[str, int],
+    reasons: Sequence[str],
+    rows: pd.DataFrame,
+    observable: str,
+    measures: dict[str, Any],
+    *,
+    n_compared: int,
+    n_differing: int,
+    nothing: str,
+    unseen: str = "",
+    notes: Sequence[str] = (),
+    logprob_list: int | None = None,
+) -> ServeJudgement:
+    """Return the verdict on replies that were compared, the same way for every question.
+
+    ``reasons`` are against all of it. ``nothing`` says why nothing was compared, where that is so;
+    ``unseen`` why equal replies are no evidence; ``notes`` qualify an exact verdict.
+    """
     if reasons:
-        return ServeJudgement(INVALID, n, reasons, found.worst, found.first, observable, measures)
-    if n["pairs"] == 0 or n["positions"] == 0:
-        reason = "no prompt has replies with two kinds of prompt cache"
-        return ServeJudgement(UNOBSERVABLE, n, [reason], None, None, observable, measures)
-    notes = _notes(firsts, observable)
-    if n["differing_pairs"]:
+        return ServeJudgement(
+            INVALID, n, list(reasons), found.worst, found.first, observable, measures
+        )
+    if not n_compared or not n["positions"]:
+        return ServeJudgement(UNOBSERVABLE, n, [nothing], None, None, observable, measures)
+    if n_differing:
         shown = found.seen_by or observable
-        return ServeJudgement(DIFFERS, n, notes, found.worst, found.first, shown, measures)
-    return ServeJudgement(EXACT, n, notes, None, None, observable, measures)
+        told = _notes(rows, observable)
+        return ServeJudgement(DIFFERS, n, told, found.worst, found.first, shown, measures)
+    if unseen:
+        return ServeJudgement(UNOBSERVABLE, n, [unseen], None, None, observable, measures)
+    claimed = _claimed(rows, observable, logprob_list)
+    told = [*_notes(rows, claimed), *notes]
+    return ServeJudgement(EXACT, n, told, None, None, claimed, measures)
 
 
 @dataclass(frozen=True)
@@ -450,23 +604,32 @@ class _Found:
 
 
 def _compare_within(fine: pd.DataFrame) -> _Found:
-    """Compare all replies of each prompt with each other; positions with the prompt's first."""
+    """Compare all replies of each prompt with each other; positions with the prompt's first.
+
+    ``compared_replies`` are those beside a first one, ``differing_replies`` differ from it.
+    """
     positions = _Positions()
     pairs = {"pairs": 0, "differing_pairs": 0, "pairs_across_lives": 0, "differing_across_lives": 0}
     states: list[dict[str, Any]] = []
-    contradicting = 0
+    contradicting = n_beside = n_moved = 0
     for _, group in fine.groupby("prompt_index", sort=True):
         replies = _records(group)
         for name, count in _count_pairs(group, replies).items():
             pairs[name] += count
         for row in replies[1:]:
             compared = compare_replies(replies[0], row)
-            contradicting += compared.equal != same_answer(replies[0], row, compared)
+            same = same_answer(replies[0], row, compared)
+            contradicting += compared.equal != same
             positions.add(row, compared)
+            n_beside += 1
+            n_moved += not same
         states.append(_prompt_states(group))
     n = {
         **positions.n,
         "replies": len(fine),
+        "logprobs": _count_logprobs(fine),
+        "compared_replies": n_beside,
+        "differing_replies": n_moved,
         **pairs,
         "states": sum(found["observed"] for found in states),
     }
@@ -578,6 +741,8 @@ def judge_batched(
     width: int,
     prefill: str,
     rounds: int | None = None,
+    prompts: Iterable[str] = (),
+    logprob_list: int | None = None,
     invalid_reasons: Sequence[str] = (),
     unsupported: str = "",
 ) -> ServeJudgement:
@@ -593,9 +758,15 @@ def judge_batched(
         valid one of each prompt is the reference.
     width, prefill, rounds
         What was asked for; ``rounds`` is None where that is not recorded.
+    prompts
+        Prompts that must be there; those with a solo reply must be in any case.
+    logprob_list
+        How many tokens of a reply the route's list of logprobs covers; None for all.
 
     A round with no witness (no ``busy_per_decode``) can show a difference, but no equality; a round
-    that was not shared can show neither.
+    that was not shared can show neither. Copies are equal only where more than half of the others
+    were there in a pass, on average. Replies that do not say how they were prefilled show no
+    equality of prompts prefilled apart.
     """
     probes = block[block["role"] == _PROBE]
     fine = probes[probes["status"] == "ok"]
@@ -614,15 +785,18 @@ def judge_batched(
 
     def judged(verdict: str, reasons: list[str]) -> ServeJudgement:
         seen = verdict in (DIFFERS, INVALID)
+        named = (found.seen_by or observable) if verdict == DIFFERS else observable
         return ServeJudgement(
             verdict,
             n,
             reasons,
             found.worst if seen else None,
             found.first if seen else None,
-            (found.seen_by or observable) if verdict == DIFFERS else observable,
+            claimed if verdict == EXACT else named,
             measures,
         )
+
+    claimed = _claimed(fine, observable, logprob_list)
 
     if unsupported and block.empty:
         return judged(UNSUPPORTED, [unsupported])
@@ -630,7 +804,11 @@ def judge_batched(
     if prefill == "together":
         reasons += cache_reasons(probes, "off")
     reasons += found.contradictions
-    reasons += _gaps(probes, block, width, rounds) if len(block) else ["the cell holds no replies"]
+    reasons += (
+        gap_reasons(probes, block, width, rounds) if len(block) else ["the cell holds no replies"]
+    )
+    if len(block):
+        reasons += _missing_prompts(probes, {*prompts, *solo["prompt_id"]})
     unknown = sorted(set(fine["prompt_id"]) - set(alone["prompt_id"]))
     if unknown and len(alone):
         reasons.append(f"{len(unknown)} prompts have no solo reply, {unknown[0]} among them")
@@ -664,7 +842,26 @@ def judge_batched(
     if n_unseen:
         reason = f"equal, but {n_unseen} of {n_rounds} rounds have no witness of a shared pass"
         return judged(UNOBSERVABLE, [reason])
-    return judged(EXACT, notes)
+    if set(probes["mix"]) == {"copies"} and (weak := weak_company(witness)):
+        return judged(UNOBSERVABLE, [f"equal, but {weak}"])
+    if unsaid := _count_unseen_prefill(fine, prefill):
+        reason = f"equal, but {unsaid} of {len(fine)} replies do not say how they were prefilled"
+        return judged(UNOBSERVABLE, [reason])
+    return judged(EXACT, _notes(fine, claimed))
+
+
+def weak_company(witness: Mapping[str, Any]) -> str:
+    """Return why copies were too seldom together for a claim of equality; '' where they were not.
+
+    Requests of one length that are released together are together for most of their passes.
+    """
+    busy, width = witness["busy_per_decode_mean"], witness["width"]
+    if width < 2 or busy is None or busy > (width + 1) / 2:
+        return ""
+    return (
+        f"on average {busy:.2f} of {width} slots were busy in a pass, no more than "
+        f"{(width + 1) / 2:g}"
+    )
 
 
 def _is_alone(busy: float) -> bool:
@@ -734,6 +931,8 @@ def _compare_with_solo(
     n = {
         **positions.n,
         "replies": n_replies,
+        "logprobs": _count_logprobs(fine),
+        "compared_replies": n_replies,
         "differing_replies": n_differing,
         "states": sum(found["observed"] for found in states),
     }
@@ -814,6 +1013,7 @@ def judge_width_1(
     solo: pd.DataFrame,
     *,
     rounds: int | None = None,
+    logprob_list: int | None = None,
     invalid_reasons: Sequence[str] = (),
     unsupported: str = "",
 ) -> ServeJudgement:
@@ -844,14 +1044,19 @@ def judge_width_1(
         reasons += prefill_reasons(mine, str(prefill))
         if prefill == "together":
             reasons += cache_reasons(mine, "off")
-        reasons += _gaps(mine, mine, 1, rounds)
-    if reasons:
-        return ServeJudgement(INVALID, n, reasons, found.worst, found.first, observable, measures)
-    if not n["replies"] or not n["positions"]:
-        reason = "no reply with tokens at width 1 beside the reference itself"
-        return ServeJudgement(UNOBSERVABLE, n, [reason], None, None, observable, measures)
-    notes = _notes(fine, observable)
-    if n["differing_replies"]:
-        shown = found.seen_by or observable
-        return ServeJudgement(DIFFERS, n, notes, found.worst, found.first, shown, measures)
-    return ServeJudgement(EXACT, n, notes, None, None, observable, measures)
+        reasons += gap_reasons(mine, mine, 1, rounds)
+    unsaid = sum(_count_unseen_prefill(mine, str(kind)) for kind, mine in fine.groupby("prefill"))
+    return _concluded(
+        found,
+        n,
+        reasons,
+        fine,
+        observable,
+        measures,
+        n_compared=n["replies"],
+        n_differing=n["differing_replies"],
+        nothing="no reply with tokens at width 1 beside the reference itself",
+        # alone it is the same request either way; the claims in company are not seen then
+        notes=[f"{unsaid} replies do not say how they were prefilled"] if unsaid else [],
+        logprob_list=logprob_list,
+    )

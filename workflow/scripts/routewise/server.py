@@ -28,7 +28,7 @@ from typing import IO, Any, NoReturn, TypeVar
 
 import httpx
 
-from routewise.errors import RoutewiseError
+from routewise.errors import Misspoken, RoutewiseError
 from routewise.identity import ANYONE, compare_process, compare_props
 from routewise.identity import Identity as Identity  # asked for with a launch
 from routewise.port import free_port, is_port_free, listening_inodes, socket_inodes
@@ -300,6 +300,23 @@ class Server:
                 loop.remove_reader(handle)
                 os.close(handle)
 
+    def check_ours(self) -> None:
+        """Raise RoutewiseError where the server died, or another came to share its port.
+
+        Cheap: before replies are kept it says whose they are.
+        """
+        if self.proof is not None or self._process is None:
+            return
+        self._check_alive()
+        try:
+            _owns_port(self, self._process)
+        except _PortLostError:
+            raise RoutewiseError(
+                f"server at {self.url}: another process came to listen on the same port, "
+                "so some replies may be its own",
+                "find it with ss -ltnp, end it and run again",
+            ) from None
+
     # --------------------------------------------------------------------------------------- log
 
     def tail(self, n_lines: int = TAIL_LINES) -> str:
@@ -411,7 +428,7 @@ def serve(launch: Launch) -> Iterator[Server]:
         try:
             server.note_progress()
             yield server
-            _check_still_ours(server)
+            server.check_ours()
         except BaseException:
             server.stop()
             raise
@@ -421,22 +438,6 @@ def serve(launch: Launch) -> Iterator[Server]:
             f"server at {server.url} was stopped and left something behind: {proof}",
             "see who holds the port (ss -ltnp) and the device, and end it",
         )
-
-
-def _check_still_ours(server: Server) -> None:
-    """Raise where the server died unseen, or another came to share its port."""
-    if server.proof is not None:
-        return
-    server._check_alive()
-    assert server._process is not None
-    try:
-        _owns_port(server, server._process)
-    except _PortLostError:
-        raise RoutewiseError(
-            f"server at {server.url}: another process came to listen on the same port, "
-            "so some replies may be its own",
-            "find it with ss -ltnp, end it and run again",
-        ) from None
 
 
 @contextlib.contextmanager
@@ -622,7 +623,10 @@ def _owns_port(server: Server, process: KeptProcess) -> bool:
 
 
 def _probe(server: Server, probe: Callable[[str], None], deadline: float) -> str | None:
-    """Ask for one tiny completion; return None where it came, else what happened."""
+    """Ask for one tiny completion; return None where it came, else what happened.
+
+    Raises RoutewiseError where it came and is not what the route promises.
+    """
     outcome: list[BaseException | None] = []
 
     def ask() -> None:
@@ -642,6 +646,10 @@ def _probe(server: Server, probe: Callable[[str], None], deadline: float) -> str
         if time.monotonic() > deadline and thread.is_alive():
             return "was never answered"
     error = outcome[0]
+    if isinstance(error, Misspoken):
+        tail = server._tail_text()
+        server.stop()
+        raise RoutewiseError(f"{error.problem}{tail}", error.hint) from None
     return None if error is None else f"failed: {error}"
 
 

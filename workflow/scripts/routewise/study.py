@@ -20,12 +20,23 @@ import yaml
 
 from routewise.errors import RoutewiseError
 from routewise.replay import SHAPE_WIDTH_MAX, SHAPES
-from routewise.route import KINDS, PLACEHOLDERS, Route, is_local, route_of, unknown_placeholders
+from routewise.route import (
+    KINDS,
+    PLACEHOLDERS,
+    Route,
+    is_local,
+    route_of,
+    same_but_for_the_arm,
+    unknown_placeholders,
+)
 
 SCHEMA_FILE = Path("config/schemas/study.schema.json")
 
 #: Folders of results/ that are not a study's.
 RESERVED_NAMES = ("builds", "cells", "logs", "models", "prompts", "sources", "store", "work")
+
+#: llama.cpp rounds the context of a sequence up to a multiple of this.
+CONTEXT_STEP = 256
 
 #: KV types that attention without flash attention can use.
 FLOAT_KV = ("f16", "f32", "bf16")
@@ -260,6 +271,8 @@ def check_study(document: Mapping[str, Any], where: str, root: Path = Path("."))
     for sweep in SERVING_SWEEPS:
         if sweep in sweeps:
             checker.serving(sweep, sweeps[sweep])
+            checker.servers(sweep, sweeps[sweep], routes)
+    checker.claims(routes)
     return Study(
         name=document["study"],
         document=dict(document),
@@ -300,7 +313,11 @@ class _Checker:
             )
         if "build" in entry:
             self.known(entry["build"], self.document["builds"], f"{key}.build")
-        for part, owner in (("server_args", "build"), ("allow_remote", "endpoint")):
+        for part, owner in (
+            ("server_args", "build"),
+            ("allow_remote", "endpoint"),
+            ("identity_files", "command"),
+        ):
             if part in entry and owner not in entry:
                 self.wrong(f"{key}.{part}", entry[part], f"a route with {owner}", "remove it")
         if "command" in entry:
@@ -313,6 +330,23 @@ class _Checker:
                     + ", ".join(f"{{{placeholder}}}" for placeholder in PLACEHOLDERS),
                     f"unknown: {', '.join(unknown)}" if unknown else "say where the port goes",
                 )
+            if "artefact" not in entry and not any("{model}" in part for part in entry["command"]):
+                self.wrong(
+                    f"{key}.command",
+                    entry["command"],
+                    "{model} in it",
+                    "say where the model goes, or name what it loads instead as artefact",
+                )
+        if "artefact" in entry and "weights" not in entry:
+            self.wrong(
+                f"{key}.weights",
+                "not there",
+                "same or requantised",
+                "an artefact is loaded in place of the model: say whether its weights are the same",
+            )
+        for file in entry.get("identity_files", []):
+            if not (root / file).exists():
+                self.wrong(f"{key}.identity_files", file, "a file or folder", "correct the path")
         if (
             "endpoint" in entry
             and not entry.get("allow_remote")
@@ -347,8 +381,13 @@ class _Checker:
         base = routes[route.arm.of]
         if base.name == route.name or base.arm is not None:
             self.wrong(f"{key}.of", base.name, "a route that is no arm itself", "name the base")
-        if (base.kind, base.build) != (route.kind, route.build):
-            self.wrong(f"{key}.of", base.name, "a route of the same build or command", "name it")
+        if (other := same_but_for_the_arm(base, route)) is not None:
+            self.wrong(
+                key,
+                route.arm.of,
+                f"a route that is the same but for env and further arguments ({other} differs)",
+                "an arm switches one kernel family off, and nothing else",
+            )
         if (base.env, base.serving.argv) == (route.env, route.serving.argv):
             self.wrong(
                 key,
@@ -398,6 +437,50 @@ class _Checker:
                 self.known(name, names, f"{key}.expect")
                 for variant in () if isinstance(named, str) else named:
                     self.known(variant, variants, f"{key}.expect.{name}")
+
+    def servers(self, sweep: str, entry: Mapping[str, Any], routes: Mapping[str, Route]) -> None:
+        """Check that each route's server can be given what the sweep varies."""
+        most = max(entry.get("parallel", entry.get("widths", [1])))
+        for name in entry["routes"]:
+            route = routes[name]
+            context = route.settings.context
+            if route.kind == "build" and context % CONTEXT_STEP:
+                self.wrong(
+                    f"routes.{name}.context",
+                    context,
+                    f"a multiple of {CONTEXT_STEP}: a server rounds a slot's context up to it",
+                    f"say {-(-context // CONTEXT_STEP) * CONTEXT_STEP}",
+                )
+            limit = route.serving.parallel_max
+            told = any("{parallel}" in part for part in route.serving.argv)
+            if route.kind == "command" and most > 1 and not told and limit != 1:
+                self.wrong(
+                    f"routes.{name}.command",
+                    list(route.serving.argv),
+                    f"{{parallel}} in it: sweeps.{sweep} asks for servers of up to {most} slots",
+                    "say where the number of slots goes, or that it serves one request at a time: "
+                    "parallel_max: 1",
+                )
+
+    def claims(self, routes: Mapping[str, Route]) -> None:
+        """Check that routes of one device say the same of it: else both would hold it at once."""
+        first: dict[str, Route] = {}
+        for route in routes.values():
+            claim = route.serving.claim
+            if claim is None:
+                continue
+            other = first.setdefault(claim.device, route)
+            theirs = other.serving.claim
+            assert theirs is not None
+            for name in ("units", "unit_ids", "hold", "visible"):
+                if getattr(claim, name) != getattr(theirs, name):
+                    self.wrong(
+                        f"routes.{route.name}.claim.{name}",
+                        getattr(claim, name),
+                        f"{getattr(theirs, name)!r}, as route {other.name!r} says of the device "
+                        f"{claim.device!r}",
+                        "say the same in both, or give the devices different names",
+                    )
 
     def unique(self, values: Sequence[object], key: str) -> None:
         seen: set[object] = set()

@@ -42,7 +42,8 @@ def gate_of(receipt: Mapping[str, Any]) -> Gate:
 
     A verdict of ``exact`` or ``differs`` that is not the expected one is contrary; so is a control
     that does not hold. An expected one that could not be seen, anything invalid, a price without
-    a valid sample, and a receipt that says nothing are unmeasured. A price with too few quiet
+    a valid sample, and a receipt that says nothing are unmeasured. A control of which nothing is
+    expected that could not be seen is a note. A price with too few quiet
     samples, and an exact verdict that the build itself qualifies, are notes.
     """
     contrary: list[str] = []
@@ -58,6 +59,8 @@ def gate_of(receipt: Mapping[str, Any]) -> Gate:
             if verdict in (EXACT, DIFFERS):
                 if entry["as_expected"] is False:
                     contrary.append(line)
+            elif kind == "control" and entry["expected"] is None:
+                notes.append(line)  # it is read beside claims, and none of them rests on it
             elif verdict in (INVALID, UNOBSERVABLE) or entry["expected"] is not None:
                 unmeasured.append(line)
             if verdict == EXACT and entry["uncovered"]:
@@ -88,13 +91,13 @@ def claims_table(entries: Iterable[Mapping[str, Any]], kind: str, whole_names: b
 def serving_table(entries: Iterable[Mapping[str, Any]], sweep: str, whole_names: bool) -> Table:
     """Return the claims of one serving sweep as a table, with what the sweep is asked for.
 
-    ``repeat``: equal pairs, also across server lives, and states. ``batched``: replies with the
-    solo answer, states seen (and estimated), slots busy in a pass. ``agree``: tokens that match,
+    ``repeat``: equal pairs, also across server lives, and states a prompt (mean/most, and the mean
+    estimate). ``batched``: replies with the solo answer, states a prompt, slots busy in a pass. ``agree``: tokens that match,
     logprobs with the same bits, the largest |Δ logprob|, slots busy in a pass.
     """
     columns = {
-        "repeat": ("equal pairs", "across lives", "states"),
-        "batched": ("as solo", "states", "busy"),
+        "repeat": ("equal pairs", "across lives", "states a prompt"),
+        "batched": ("as solo", "states a prompt", "busy"),
         "agree": ("tokens", "bits", "|Δ| max", "busy"),
     }[sweep]
 
@@ -131,6 +134,9 @@ def _table(
 
 
 def _moved(entry: Mapping[str, Any]) -> str:
+    n, unit = entry["n"], (entry["interval"] or {}).get("unit")
+    if unit == "replies":
+        return f"{n['differing_replies']} / {n['compared_replies']} replies"
     return f"{entry['n']['differing']} / {entry['n']['positions']}"
 
 
@@ -174,10 +180,11 @@ def _percent(share: float | None) -> str:
 
 
 def states_text(states: Mapping[str, Any] | None) -> str:
-    """Return states a prompt: seen, and in brackets Chao's estimate; means over prompts."""
+    """Return states a prompt: mean and maximum of those seen, and the mean of Chao's estimate."""
     if not states:
         return ""
-    return f"{states['observed_mean']:.3g} ({states['chao1_mean']:.3g})"
+    seen, most = states["observed_mean"], states["observed_max"]
+    return f"{seen:.3g}/{most:.3g} ({states['chao1_mean']:.3g})"
 
 
 def busy_text(witness: Mapping[str, Any] | None) -> str:
@@ -241,9 +248,13 @@ def closing_line(receipt: Mapping[str, Any], where: str) -> str:
         if expected:
             held = sum(claim["verdict"] == word for claim in expected)
             parts.append(f"{held} of {len(expected)} {word} claims hold")
-    held = sum(control["as_expected"] is True for control in receipt["controls"])
-    if receipt["controls"]:
-        parts.append(f"{held} of {len(receipt['controls'])} controls hold")
+    held = [
+        control["as_expected"]
+        for control in receipt["controls"]
+        if control["as_expected"] is not None or control["expected"] is not None
+    ]
+    if held:
+        parts.append(f"{held.count(True)} of {len(held)} controls hold")
     return "; ".join([*parts, f"receipt: {where}"])
 
 

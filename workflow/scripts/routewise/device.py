@@ -1,0 +1,61 @@
+"""What a device is: hardware and driver, as far as this machine can tell.
+
+Answers may depend on both, so they are part of what a stored answer is known by. Where nobody can
+tell, the machine's boot stands for them: another card or driver takes a reboot.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+#: Kernel modules of devices that no tool of ours can ask.
+_MODULES = {
+    "hip": ("amdgpu",),
+    "hrx": ("amdgpu",),
+    "npu": ("amdxdna", "intel_vpu"),
+    "vulkan": ("amdgpu", "i915", "xe", "nvidia"),
+}
+_QUERY_LIMIT_S = 20.0
+
+
+def identify_device(device: str, unit: str | None = None) -> dict[str, Any]:
+    """Return what is known of a device; empty for ``cpu``, which the machine's scope describes.
+
+    ``unit`` is the unit that is held, None for all of them or where none is.
+    """
+    if device == "cpu":
+        return {}
+    if device == "cuda" and (rows := _ask_nvidia(unit)) is not None:
+        return {"device": device, "gpus": rows}
+    return {
+        "device": device,
+        "unit": unit,
+        "boot": _read("/proc/sys/kernel/random/boot_id"),
+        "kernel": _read("/proc/sys/kernel/osrelease"),
+        "modules": {
+            name: _read(f"/sys/module/{name}/srcversion") for name in _MODULES.get(device, ())
+        },
+    }
+
+
+def _ask_nvidia(unit: str | None) -> list[list[str]] | None:
+    """Return name, driver and UUID of each GPU, or of one; None without the vendor's tool."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version,uuid", "--format=csv,noheader"]
+    if unit is not None:
+        command += ["--id", unit]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_QUERY_LIMIT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()]
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
