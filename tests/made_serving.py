@@ -168,6 +168,8 @@ class MadeServing:
         self.declared = copy.deepcopy(dict(declared or study()))
         self.edits: dict[tuple[str, str, str], Edit] = {}
         self.changes: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self.twice_widths: tuple[int, ...] = ()  # at which a route is asked twice in company
+        self.second_pick: dict[str, int] = {}  # of both sides, where it is not the usual one
         self.left_out: set[tuple[str, str, str]] = set()
         self.captures: dict[tuple[str, int], Path] = {}
 
@@ -213,6 +215,11 @@ class MadeServing:
         self, sweep: str, route: str, variant: str, parallel: int, rows: list[Row]
     ) -> list[Path]:
         name = (sweep, route, variant)
+        later = 10**12 * (1 + (ROUTES.index(route) if route in ROUTES else len(ROUTES)))
+        rows = [
+            row | {key: row[key] + later + at for key in ("released_ns", "done_ns")}
+            for at, row in enumerate(rows)
+        ]
         blocks = {repr(block(row, 0)): block(row, _rounds_of(row, rows)) for row in rows}
         rows = self.edits.get(name, lambda same: same)(rows)
         document = provenance(
@@ -239,6 +246,7 @@ class MadeServing:
         pairs = [(one, two) for at, one in enumerate(routes) for two in routes[at + 1 :]]
         wanted = [(one, two, width) for one, two in pairs for width in sweep["widths"]]
         wanted += [(route, route, 1) for route in routes]
+        wanted += [(route, route, width) for route in routes for width in self.twice_widths]
         paths = []
         for one, two, width in wanted:
             pair, variant = f"{one}|{two}", f"w{width}"
@@ -253,7 +261,8 @@ class MadeServing:
                 prompts="demo",
                 digest="0" * 16,
                 pick_a={"life": 0, "round": 0},
-                pick_b={"life": int(one == two), "round": 0},
+                pick_b=self.second_pick
+                or {"life": int(one == two and width == 1), "round": int(one == two and width > 1)},
             )
             path = self.folder / "cells" / f"agree.{one}+{two}.{MODEL}.{variant}.parquet"
             compare_pair(cell, a, b, "c" * 64, path)

@@ -72,6 +72,49 @@ def test_another_token_is_a_difference_and_nothing_counts_behind_it() -> None:
     assert apart["token_id_a"] != apart["token_id_b"]
 
 
+def in_copies(left: Sequence[Answer], right: Sequence[Answer]) -> pd.DataFrame:
+    """Return one prompt's copies of two routes, aligned."""
+    a, b = (
+        replies_table([make_row(one, copy=copy, width=4) for copy, one in enumerate(answers)])
+        for answers in (left, right)
+    )
+    return agree_rows(a, b, True, "ids").to_pandas()
+
+
+def witnesses_of(busy: float | None = 3.9) -> dict[str, Any]:
+    rows = replies_table([make_row(A, width=4, busy_per_decode=busy)]).to_pandas()
+    return {name: witness_of(rows, 4) for name in ("a", "b")}
+
+
+def test_a_wider_claim_without_two_witnesses_is_unobservable() -> None:
+    equal, moved = in_copies([A] * 4, [A] * 4), in_copies([A] * 4, [A, A, A, shifted(A, 2, 0.5)])
+    assert judge_agree(equal, width=4, witnesses=witnesses_of()).verdict == "exact"
+    no_rounds = witness_of(replies_table([]).to_pandas(), 4)
+    for witnesses in (None, {"a": witnesses_of()["a"]}, witnesses_of() | {"b": no_rounds}):
+        assert judge_agree(equal, width=4, witnesses=witnesses).verdict == "unobservable"
+        assert judge_agree(moved, width=4, witnesses=witnesses).verdict == "differs"
+
+
+def test_copies_of_two_routes_must_mostly_be_together_to_be_equal() -> None:
+    equal = in_copies([A] * 4, [A] * 4)
+    judged = judge_agree(equal, width=4, witnesses=witnesses_of(1.26))
+    assert judged.verdict == "unobservable"
+    assert "on average 1.26 of 4 slots" in judged.reasons[0]
+
+
+def test_a_wider_claim_needs_all_copies() -> None:
+    judged = judge_agree(in_copies([A] * 4, [A]), width=4, witnesses=witnesses_of())
+    assert judged.verdict == "invalid"
+    assert "prose-0 was compared in 1 of 4 copies" in judged.reasons
+
+
+def test_sides_that_are_one_measurement_show_nothing() -> None:
+    judged = judge_agree(aligned([A], [A]), unobservable="they are one")
+    assert (judged.verdict, judged.reasons) == ("unobservable", ["they are one"])
+    judged = judge_agree(aligned([A], [A]), unobservable="one", invalid_reasons=["a: cut"])
+    assert judged.verdict == "invalid"
+
+
 def test_copies_of_one_prompt_count_its_positions_once() -> None:
     a, b = (
         replies_table([make_row(answer, copy=copy, width=2) for copy, answer in enumerate(pair)])
@@ -137,6 +180,6 @@ def test_a_wider_claim_needs_the_witness_of_both_routes(
     other = replies_table([make_row(A, width=4, busy_per_decode=busy)]).to_pandas()
     witnesses = {"a": witness_of(shared, 4), "b": witness_of(other, 4)}
     for right, verdict in ((A, equal), (shifted(A, 2, 0.5), differing)):
-        rows = aligned([A], [right])
+        rows = in_copies([A] * 4, [A, A, A, right])
         assert judge_agree(rows, width=4, witnesses=witnesses).verdict == verdict
     assert judge_agree(aligned([A], [A]), width=1, witnesses=witnesses).verdict == "exact"

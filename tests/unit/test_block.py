@@ -62,6 +62,17 @@ def test_neighbours_are_other_prompts_and_never_the_probe() -> None:
         assert all(ask.prompt_ids != one.asks[0].prompt_ids for ask in one.asks[1:])
 
 
+def test_a_prompt_at_the_end_of_the_set_changes_no_neighbours() -> None:
+    block = replace(WIDE, mix="neighbours", width=3)
+    more = [*PROMPTS, {**PROMPTS[0], "prompt_id": "new", "token_ids": [99]}]
+    options: dict[str, Any] = {
+        "serving": serving(), "context": 64, "n_probs": 5, "n_tokens": None, "seed": 1,
+    }  # fmt: skip
+    for probe in range(3):
+        before = prepare_round(block, 0, probe, PROMPTS, **options)
+        assert prepare_round(block, 0, probe, more, **options) == before
+
+
 def test_fillers_have_other_lengths_and_budgets_within_the_context() -> None:
     one = prepared(replace(WIDE, mix="fillers"), context=20)
     assert one.roles == (PROBE, FILLER, FILLER, FILLER)

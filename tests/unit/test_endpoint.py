@@ -287,6 +287,31 @@ def test_replies_that_cannot_be_used_are_2(
     assert (code, document["verdict"]) == (2, "invalid")
 
 
+def test_a_server_that_dies_in_the_middle_of_a_reply_is_2(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It answers the first look and one request, dies in the next, and is gone for the rest."""
+    assert asked("batched", "--url", start("--die-mid-reply", "2"), *SHORT) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"route server: the server is gone after \d+ requests: ", said)
+    assert "went away mid-reply" in said
+    routes = ["--route", f"a={start()}", "--route", f"b={start('--die-mid-reply', '3')}"]
+    assert asked("agree", *routes, *SHORT) == 2
+    assert "went away mid-reply" in capsys.readouterr().err
+
+
+def test_a_slot_that_is_busy_with_others_is_waited_for_and_then_2(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who measures beside another's request measures both."""
+    words = ["batched", "--url", start("--start-busy", "600"), *SHORT]
+    assert asked(*words, "--limit-s", "0.2") == 2
+    assert "slot 0 still busy" in capsys.readouterr().err
+    url = start("--start-busy", "1", "--window-ms", "150")
+    code, document = document_of(capsys, "batched", "--url", url, *SHORT)
+    assert (code, document["verdict"]) == (0, "exact")
+
+
 @pytest.mark.parametrize("fault", ["--never-ready", "--no-props"])
 def test_a_server_that_loads_or_is_of_no_known_kind_is_2(
     start: Start, fault: str, capsys: pytest.CaptureFixture[str]
@@ -447,7 +472,7 @@ def test_one_token_without_a_logprob_hides_no_other(
 ) -> None:
     """As in a reply with a character of several tokens."""
     hole = ("--logprob", "null", "--fault-at", "2", "--window-ms", "150")
-    one = ["--prompt", "Hello", "--n-tokens", "6", "--rounds", "2"]
+    one = ["--prompt", "Hello", "--n-tokens", "12", "--rounds", "2"]
     code, document = document_of(capsys, "batched", "--url", start(*hole), *one)
     assert (code, document["verdict"]) == (0, "exact")
     assert document["prompts"][0]["observable"] == "chosen logprob"

@@ -40,6 +40,14 @@ def test_a_share_that_is_just_detectable_escapes_with_five_percent(n: int) -> No
     assert binom.pmf(0, n, share) == pytest.approx(0.05)
 
 
+def test_an_interval_says_what_was_sampled() -> None:
+    plain, replies = share_interval(0, 9), share_interval(0, 9, unit="replies")
+    assert plain is not None
+    assert replies is not None
+    assert "unit" not in plain
+    assert replies == plain | {"unit": "replies", "quantity": "share of differing replies"}
+
+
 def test_nothing_measured_has_no_interval() -> None:
     assert share_interval(0, 0) is None
     assert detectable_share(0) is None

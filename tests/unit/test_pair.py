@@ -141,10 +141,20 @@ def test_a_route_is_compared_with_itself_in_another_life(pair: Pair) -> None:
         *made.solo_block(OTHERS, 1, life=1),
     ]
     twice = "cpu-stock|cpu-stock"
-    assert pair.compare(route=twice)[0]["match"].all()
     rows, told = pair.compare(route=twice, pick_b={**SOLO, "life": 1})
     assert not rows["match"].all()
+    assert told["unobservable"] is None
     assert list(told["builds"]) == ["cpu-stock"]
+
+
+def test_replies_are_never_compared_with_themselves(pair: Pair) -> None:
+    pair.told["b"], pair.rows["b"] = pair.told["a"], pair.rows["a"]
+    pair.rows["a"][0]["busy_per_decode"] = float("nan")  # which no comparison finds equal
+    for pick_b in (SOLO, {"round": 0}):  # the same rows, whatever names them
+        rows, told = pair.compare(route="cpu-stock|cpu-stock", pick_b=pick_b)
+        assert len(rows) == 0
+        assert "cpu-stock was asked only once" in told["unobservable"]
+        assert (told["invalid_reasons"], told["unsupported"]) == ([], None)
 
 
 # ------------------------------------------------------------------- what the sides could not do

@@ -12,7 +12,7 @@ from routewise import client
 from routewise.block import Block
 from routewise.client import is_fair_witness
 from routewise.errors import RoutewiseError
-from routewise.reply import Ask, Reply, Speech
+from routewise.reply import Ask, Reply, Speech, parse_reply
 from routewise.route import route_of
 from routewise.schema import read_table, table_of, write_table
 from routewise.serve import ServingJob, measure_serving
@@ -118,7 +118,6 @@ def test_a_block_more_is_the_one_that_is_asked(desk: Desk) -> None:
     [
         {"env": {"GGML_X": "1"}},
         {"logprob_list": 2},
-        {"weights": "requantised"},
         {"prompt_cache": "none", "slots": False},
     ],
 )
@@ -128,8 +127,11 @@ def test_what_moves_an_answer_moves_its_key(desk: Desk, change: dict[str, Any]) 
     assert before.isdisjoint(fragment.key for fragment in desk.job().fragments)
 
 
-@pytest.mark.parametrize("change", [{"stall_s": 3}, {"start_limit_s": 3}])
-def test_patience_moves_no_key(desk: Desk, change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [{"stall_s": 3}, {"start_limit_s": 3}, {"dispatch": "hrx"}, {"weights": "requantised"}],
+)
+def test_what_moves_no_answer_moves_no_key(desk: Desk, change: dict[str, Any]) -> None:
     before = {fragment.key for fragment in desk.job().fragments}
     desk.route |= change
     assert before == {fragment.key for fragment in desk.job().fragments}
@@ -162,10 +164,10 @@ def test_replies_are_not_kept_where_another_may_have_given_them(
 def test_rounds_that_were_not_shared_are_asked_again(desk: Desk) -> None:
     desk.blocks = (WIDE,)
     desk.flags = ["--never-shared"]
-    desk.measure()
+    assert desk.measure()["n_asked_again"] == 2
     assert desk.n_stored == 0
     desk.flags = ["--window-ms", "300"]
-    desk.measure()
+    assert desk.measure()["n_asked_again"] == 0
     assert desk.n_stored == 2
 
 
@@ -198,7 +200,7 @@ def test_a_server_that_keeps_no_promise_of_its_route_is_refused_at_once(desk: De
 def test_a_bad_reply_is_kept_in_the_cell_and_not_in_the_store(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = client.parse_reply
+    read = parse_reply
 
     def contradict(body: Any, ask: Ask, speech: Speech) -> Reply:
         """Read a reply to prompt b as one to a longer prompt."""

@@ -168,6 +168,55 @@ def test_the_receipt_is_the_same_bytes_again_and_measures_are_checked(
         validate_receipt(changed)
 
 
+def test_intervals_and_power_name_their_unit(whole: Receipt) -> None:
+    power = {row["claim"]: row for row in whole["power"]}
+    for identity, unit, k, n in (
+        (f"repeat/cpu-exact/{MODEL}/off", "replies", 0, 15),
+        (f"batched/cpu-exact/{MODEL}/p4.w4.copies.together", "replies", 0, 36),
+        (f"batched/cpu-stock/{MODEL}/p4.w4.copies.together", "replies", 36, 36),
+        (f"agree/cpu-stock|cpu-exact/{MODEL}/w1", "positions", 0, 120),
+    ):
+        interval = entry(whole, identity)["interval"]
+        assert (interval["unit"], interval["k"], interval["n"]) == (unit, k, n)
+        assert interval["quantity"] == f"share of differing {unit}"
+        assert (power[identity]["unit"], power[identity]["n"]) == (unit, n)
+        assert f"{n} {unit} show a difference" in power[identity]["statement"]
+    text = receipt_markdown(whole)
+    assert "100.0% of 36 replies (" in text
+    assert "≤ 18.10% of replies, n = 15" in text
+    assert "≤ 2.47% of positions, n = 120" in text
+    assert "of replies or more would have been seen" in text
+    assert "Copies of one round share their passes and are not independent" in text
+    stream = io.StringIO()
+    print_summary(whole, "receipt.md", stream)
+    assert "replies" in stream.getvalue()
+    changed = json.loads(receipt_json(whole))
+    changed["claims"][0]["interval"]["unit"] = "prompts"
+    with pytest.raises(RoutewiseError, match="prompts"):
+        validate_receipt(changed)
+
+
+def test_a_batched_statement_says_how_full_the_passes_were(whole: Receipt) -> None:
+    claim = entry(whole, f"batched/cpu-exact/{MODEL}/p4.w4.fillers.apart")
+    assert "on average 2.25 of 4 slots busy in a pass" in claim["statement"]
+
+
+def test_a_prompt_that_a_batched_block_lacks_makes_it_invalid(tmp_path: Path) -> None:
+    made = batched(tmp_path)
+    kept = {"mix": "copies", "prefill": "together"}
+    made.edit(
+        "batched",
+        "cpu-exact",
+        "p4",
+        lambda rows: [
+            row for row in _only(rows, kept) if row["width"] == 1 or row["prompt_index"] != 2
+        ],
+    )
+    claim = entry(receipt_of(made), f"batched/cpu-exact/{MODEL}/p4.w4.copies.together")
+    assert claim["verdict"] == "invalid"
+    assert "1 prompts have no reply" in claim["reasons"][0]
+
+
 def test_the_table_and_the_document_show_states_and_witness(whole: Receipt) -> None:
     stream = io.StringIO()
     print_summary(whole, "receipt.md", stream)
@@ -178,7 +227,8 @@ def test_the_table_and_the_document_show_states_and_witness(whole: Receipt) -> N
         assert any(name in line.split() for line in lines), name
     row = next(line for line in lines if "cpu-stock/" in line and "p4.w4.copies.together" in line)
     assert "3.88/4" in row
-    assert "3 (3)" in row
+    assert "3/3 (3)" in row
+    assert any("states a prompt" in line for line in lines)
     assert "0 / 36" in row
     text = receipt_markdown(whole)
     for heading in ("## Repetition", "## Batches", "## Agreement", "## Controls", "## Scope"):
@@ -403,6 +453,182 @@ def test_a_pair_without_its_cell_or_its_control_is_never_exact(tmp_path: Path) -
     assert entry(receipt, f"agree/cpu-stock|cpu-exact/{MODEL}/w4")["verdict"] == "unobservable"
     assert entry(receipt, f"agree/cpu-stock|cpu-exact/{MODEL}/w1")["verdict"] == "invalid"
     assert gate_of(receipt).exit_code == 2
+
+
+def pair_of(made: MadeServing, width: int = 4) -> dict[str, Any]:
+    return entry(receipt_of(made), f"agree/cpu-exact|cpu-stock/{MODEL}/w{width}")
+
+
+def equal_pair(folder: Path) -> MadeServing:
+    """Return two routes that say the same at width 4 too."""
+    made = only(folder, "agree", ["cpu-exact", "cpu-stock"])
+
+    def alike(rows: list[Row]) -> list[Row]:
+        names = ("prompt_index", "round", "copy", "width", "parallel", "busy_per_decode")
+        times = ("released_ns", "done_ns")
+        return [
+            make_row(ANSWERS[row["prompt_index"]], **{name: row[name] for name in (*names, *times)})
+            for row in rows
+        ]
+
+    return made.edit("agree", "cpu-stock", "p4", alike)
+
+
+def test_equal_answers_in_company_are_exact_with_their_witness(tmp_path: Path) -> None:
+    assert pair_of(equal_pair(tmp_path))["verdict"] == "exact"
+
+
+@pytest.mark.parametrize(
+    ("busy", "verdict", "reason"),
+    [
+        (7.0, "invalid", "company that was not of their round"),
+        (1.26, "unobservable", "on average 1.26 of 4 slots"),
+        (1.0, "invalid", "hardly shared"),
+        (None, "unobservable", "no witness"),
+    ],
+)
+def test_a_pair_in_company_is_no_better_than_its_witness(
+    tmp_path: Path, busy: float | None, verdict: str, reason: str
+) -> None:
+    made = equal_pair(tmp_path)
+    made.edit(
+        "agree", "cpu-exact", "p4", lambda rows: [row | {"busy_per_decode": busy} for row in rows]
+    )
+    claim = pair_of(made)
+    assert claim["verdict"] == verdict
+    assert any(reason in found for found in claim["reasons"])
+
+
+@pytest.mark.parametrize(
+    ("kept", "reason"),
+    [
+        ({"copy": 0}, "3 replies in 3 rounds of 4"),
+        ({"prompt_index": 0}, "prompts were not compared"),
+    ],
+)
+def test_a_pair_needs_all_copies_and_prompts_of_both_sides(
+    tmp_path: Path, kept: dict[str, int], reason: str
+) -> None:
+    made = equal_pair(tmp_path)
+    made.edit(
+        "agree",
+        "cpu-exact",
+        "p4",
+        lambda rows: [row for row in rows if all(row[key] == kept[key] for key in kept)],
+    )
+    claim = pair_of(made)
+    assert claim["verdict"] == "invalid"
+    assert any(reason in found for found in claim["reasons"])
+
+
+def test_a_pair_whose_prompts_came_from_a_cache_is_invalid(tmp_path: Path) -> None:
+    made = equal_pair(tmp_path)
+    made.edit("agree", "cpu-exact", "p4", lambda rows: [row | {"cache_n": 9} for row in rows])
+    claim = pair_of(made)
+    assert claim["verdict"] == "invalid"
+    assert any("nothing from the cache" in reason for reason in claim["reasons"])
+
+
+def test_a_route_that_was_asked_once_is_not_compared_with_itself(tmp_path: Path) -> None:
+    made = only(tmp_path, "agree", ["cpu-exact", "cpu-stock"])
+    made.second_pick = {"life": 0, "round": 0}
+    made.twice_widths = (4,)
+    receipt = receipt_of(made)
+    for width in ("", "/w4"):
+        control = entry(receipt, f"same-route-twice/cpu-exact/{MODEL}{width}")
+        assert control["verdict"] == "unobservable"
+        assert "asked only once" in control["reasons"][0]
+        assert control["interval"] is None
+    assert entry(receipt, f"agree/cpu-exact|cpu-stock/{MODEL}/w1")["verdict"] == "invalid"
+
+
+def test_a_route_asked_twice_in_company_may_differ_and_its_pairs_say_so(tmp_path: Path) -> None:
+    made = only(tmp_path, "agree", ["cpu-exact", "cpu-stock"])
+    made.twice_widths = (4,)
+
+    def unsteady(rows: list[Row]) -> list[Row]:
+        other = make_row(shifted(ANSWERS[0], 3, 0.25))
+        moved = {name: other[name] for name in ("logprobs", "logprob_bits", "state")}
+        return [
+            row | moved if (row["round"], row["prompt_index"]) == (1, 0) else row for row in rows
+        ]
+
+    made.edit("agree", "cpu-stock", "p4", unsteady)
+    receipt = receipt_of(made)
+    identity = f"same-route-twice/cpu-stock/{MODEL}/w4"
+    control = entry(receipt, identity)
+    assert (control["verdict"], control["expected"], control["as_expected"]) == (
+        "differs",
+        None,
+        None,
+    )
+    assert len(control["measures"]["witness"]) == 2
+    assert entry(receipt, f"same-route-twice/cpu-exact/{MODEL}/w4")["verdict"] == "exact"
+    claim = entry(receipt, f"agree/cpu-exact|cpu-stock/{MODEL}/w4")
+    assert claim["verdict"] == "differs"
+    assert claim["reasons"] == [f"cpu-stock differs also with itself: {identity}"]
+    assert entry(receipt, f"agree/cpu-exact|cpu-stock/{MODEL}/w1")["verdict"] == "exact"
+    gate = gate_of(receipt)
+    assert gate.exit_code == 0
+    stream = io.StringIO()
+    print_summary(receipt, "receipt.md", stream)
+    assert "2 of 2 controls hold" in stream.getvalue()
+
+
+def test_a_control_of_which_nothing_is_expected_fails_no_gate(tmp_path: Path) -> None:
+    made = only(tmp_path, "agree", ["cpu-exact", "cpu-stock"])
+    made.twice_widths = (4,)
+    receipt = receipt_of(made)
+    control = entry(receipt, f"same-route-twice/cpu-exact/{MODEL}/w4")
+    control |= {"verdict": "unobservable", "reasons": ["asked only once"]}
+    gate = gate_of(receipt)
+    assert gate.exit_code == 0
+    assert any("asked only once" in note for note in gate.notes)
+
+
+def test_two_routes_with_one_measurement_are_not_compared(tmp_path: Path) -> None:
+    """Routes of one program and configuration share stored answers, to the nanosecond."""
+    made = only(tmp_path, "agree", ["cpu-exact", "cpu-stock"])
+    at = 10**12 * 3
+
+    def shared(rows: list[Row]) -> list[Row]:
+        return [
+            row | {"released_ns": at + place, "done_ns": at + 5 + place}
+            for place, row in enumerate(rows)
+        ]
+
+    for route in ("cpu-exact", "cpu-stock"):
+        made.edit("agree", route, "p1", shared)
+    claim = pair_of(made, 1)
+    assert claim["verdict"] == "unobservable"
+    assert claim["reasons"] == [
+        "both routes are the same program and configuration: their answers are one measurement"
+    ]
+
+
+def test_answers_that_are_partly_one_measurement_are_no_equality(tmp_path: Path) -> None:
+    made = only(tmp_path, "agree", ["cpu-exact", "cpu-stock"])
+    times = {"released_ns": 10**15, "done_ns": 10**15 + 1}
+    for route in ("cpu-exact", "cpu-stock"):
+        made.edit("agree", route, "p1", lambda rows: [rows[0] | times, *rows[1:]])
+    claim = pair_of(made, 1)
+    assert claim["verdict"] == "unobservable"
+    assert claim["reasons"] == ["equal, but 1 of 3 answers of the two are one measurement"]
+
+
+def test_a_program_that_changed_between_lives_makes_its_claims_invalid(tmp_path: Path) -> None:
+    made = only(tmp_path, "repeat", ["cpu-exact"])
+    for programs, verdict in (
+        (("a", "b"), "invalid"),
+        (("a", "a"), "exact"),
+        ((None, "a"), "exact"),
+    ):
+        lives = [{"found": {"program_sha256": one * 64 if one else None}} for one in programs]
+        made.record("repeat", "cpu-exact", "solo", serving={"lives": lives, "match": "ids"})
+        claim = entry(receipt_of(made), f"repeat/cpu-exact/{MODEL}/off")
+        assert claim["verdict"] == verdict
+        changed = "the server's program changed between its lives" in claim["reasons"]
+        assert changed == (verdict == "invalid")
 
 
 def test_two_builds_under_one_served_route_are_refused_with_their_files(tmp_path: Path) -> None:

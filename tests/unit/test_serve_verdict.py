@@ -34,6 +34,7 @@ from routewise.serve_verdict import (
     ServeJudgement,
     compare_replies,
     judge_batched,
+    judge_caches,
     judge_repeat,
     judge_width_1,
     solo_of,
@@ -222,7 +223,8 @@ def test_logprobs_that_differ_are_seen_though_some_are_missing() -> None:
 def test_tokens_without_a_logprob_are_counted_in_a_note() -> None:
     judged = judge_repeat(frame(lives([with_status(A, 3, "null")])), "off")
     assert judged.verdict == "exact"
-    assert "6 of 240 tokens have no logprob" in judged.reasons[0]
+    assert "logprobs of 234 of 240 tokens" in judged.reasons[0]
+    assert judged.n["logprobs"] == 234
 
 
 def test_rows_and_states_that_contradict_each_other_are_invalid() -> None:
@@ -330,13 +332,151 @@ def test_without_a_witness_equal_is_unobservable_and_a_difference_stays_one() ->
 
 @pytest.mark.parametrize(
     ("cache_n", "prompt_n", "verdict"),
-    [(19, 1, "exact"), (0, 20, "invalid"), (10, 10, "invalid"), (19, None, "exact")],
+    [
+        (19, 1, "exact"),
+        (0, 20, "invalid"),
+        (10, 10, "invalid"),
+        (0, 1, "exact"),  # a prompt of one token: there is nothing that a cache could give
+        (0, None, "invalid"),
+        (19, None, "unobservable"),
+        (None, 1, "unobservable"),
+        (None, None, "unobservable"),
+    ],
 )
 def test_prompts_prefilled_apart_must_come_from_the_cache(
-    cache_n: int, prompt_n: int | None, verdict: str
+    cache_n: int | None, prompt_n: int | None, verdict: str
 ) -> None:
     judged = judged_copies(prefill="apart", cache_n=cache_n, prompt_n=prompt_n)
     assert judged.verdict == verdict
+    if verdict == "unobservable":
+        assert "do not say how they were prefilled" in judged.reasons[0]
+        moved = judged_copies(
+            [[A, A, A, diverged(A, 5)]], prefill="apart", cache_n=cache_n, prompt_n=prompt_n
+        )
+        assert moved.verdict == "differs"
+
+
+def test_copies_must_mostly_be_together_to_be_equal() -> None:
+    """Above the limit of "shared at all" a claim of three others needs more than a glimpse."""
+    for busy, verdict in ((1.26, "unobservable"), (2.5, "unobservable"), (2.51, "exact")):
+        judged = judged_copies(busy_per_decode=busy)
+        assert judged.verdict == verdict
+        assert verdict == "exact" or f"on average {busy:.2f} of 4 slots" in judged.reasons[0]
+        assert judged_copies([[A, A, A, diverged(A, 5)]], busy_per_decode=busy).verdict == "differs"
+    # a filler may be much shorter than the probe, so that this says nothing of them
+    rows = probe_block([A, A], [B, B, B], "fillers", busy_per_decode=1.3)
+    judged = judge_batched(frame(rows), frame(solo_block([A])), width=4, prefill="together")
+    assert judged.verdict == "exact"
+
+
+def test_a_whole_prompt_that_a_block_lacks_is_missed() -> None:
+    rows, alone = frame(copies_block([[A] * 4] * 2)), frame(solo_block([A, B]))
+    judged = judge_batched(rows, alone, width=4, prefill="together")
+    assert judged.verdict == "invalid"
+    assert "1 prompts have no reply, code-1 among them" in judged.reasons
+    judged = judge_batched(
+        rows, frame(solo_block([A])), width=4, prefill="together", prompts=["prose-0", "code-1"]
+    )
+    assert judged.verdict == "invalid"
+
+
+def mostly(answer: Any, n: int, status: str) -> Any:
+    """Return an answer of which the first ``n`` logprobs are not ok."""
+    for place in range(n):
+        answer = with_status(answer, place, status)
+    return answer
+
+
+@pytest.mark.parametrize("status", ["nan", "not_float32"])
+def test_broken_logprobs_spoil_repeat_and_batched(status: str) -> None:
+    broken = mostly(A, 39, status)
+    for judged in (
+        judge_repeat(frame(lives([broken])), "off"),
+        judged_copies([[broken] * 4], solo=solo_block([broken])),
+        judge_width_1(frame(solo_block([broken], parallel=4)), frame(solo_block([broken]))),
+    ):
+        assert judged.verdict == "invalid"
+        assert any("logprobs are NaN or no float32" in reason for reason in judged.reasons)
+
+
+def test_few_logprobs_make_no_claim_about_logprobs() -> None:
+    for missing, observable in ((39, "token ids"), (5, "token ids"), (4, "chosen logprob")):
+        holed = mostly(A, missing, "missing")
+        for judged in (
+            judge_repeat(frame(lives([holed])), "off"),
+            judged_copies([[holed] * 4], solo=solo_block([holed])),
+        ):
+            assert (judged.verdict, judged.observable) == ("exact", observable)
+            n, tokens = judged.n["logprobs"], 40 * judged.n["replies"]
+            assert f"logprobs of {n} of {tokens} tokens" in judged.reasons[0]
+    bytes_alone = without_ids(mostly(A, 39, "missing"))
+    assert judge_repeat(frame(lives([bytes_alone])), "off").observable == "text"
+    moved = [*lives([mostly(A, 39, "missing")])]
+    moved.append(make_row(shifted(mostly(A, 0, "ok"), 39, 0.5), round=3))
+    assert judge_repeat(frame(moved), "off").verdict == "differs"
+
+
+def test_a_routes_short_list_of_logprobs_is_what_it_covers() -> None:
+    covered = A
+    for place in range(10, 40):
+        covered = with_status(covered, place, "missing")
+    for logprob_list, observable in ((10, "chosen logprob"), (None, "token ids")):
+        judged = judge_repeat(frame(lives([covered])), "off", logprob_list=logprob_list)
+        assert (judged.verdict, judged.observable) == ("exact", observable)
+        assert "logprobs of 60 of 240 tokens" in judged.reasons[0]
+
+
+# ----------------------------------------------------------------------------------------- caches
+
+
+def of_caches(answers: dict[tuple[int, str, int], Any]) -> pd.DataFrame:
+    """Return replies by (life, cache, round), A where nothing else is given."""
+    places = [(life, c, r) for life in (0, 1) for c in ("cold", "off", "warm") for r in (0, 1)]
+    return frame(
+        [
+            make_row(answers.get(place, A), life=place[0], cache=place[1], round=place[2])
+            for place in places
+        ]
+    )
+
+
+def test_answers_with_all_kinds_of_cache_are_compared_in_all_pairs() -> None:
+    judged = judge_caches(of_caches({}))
+    assert (judged.verdict, judged.reasons) == ("exact", [])
+    assert (judged.n["pairs"], judged.n["differing_pairs"]) == (3 * 16, 0)
+    judged = judge_caches(
+        of_caches(
+            dict.fromkeys([(n, "warm", r) for n in (0, 1) for r in (0, 1)], shifted(A, 3, 0.25))
+        )
+    )
+    assert (judged.verdict, judged.n["differing_pairs"]) == ("differs", 32)
+    assert not any("same kind of cache" in reason for reason in judged.reasons)
+
+
+@settings(max_examples=24, deadline=None)
+@given(
+    st.tuples(st.integers(0, 1), st.sampled_from(["cold", "off", "warm"]), st.integers(0, 1)),
+    st.integers(0, 39),
+)
+def test_any_reply_of_any_cache_and_life_can_make_the_caches_differ(
+    place: tuple[int, str, int], position: int
+) -> None:
+    judged = judge_caches(of_caches({place: flipped_bit(A, position, 1)}))
+    assert (judged.verdict, judged.n["differing_pairs"]) == ("differs", 8)
+    assert judged.first_difference is not None
+    assert judged.first_difference["position"] == position
+    assert f"same kind of cache ({place[1]})" in judged.reasons[-1]
+
+
+# ---------------------------------------------------------------------------------------- samples
+
+
+def test_the_sample_of_an_interval_is_replies_and_not_their_positions() -> None:
+    judged = judge_repeat(frame([*lives([A]), make_row(shifted(A, 0, 0.5), round=3)]), "off")
+    assert (judged.n["differing_replies"], judged.n["compared_replies"]) == (1, 6)
+    assert judged.n["differing"] == 40
+    judged = judged_copies([[A, A, A, diverged(A, 3)]] * 2)
+    assert (judged.n["differing_replies"], judged.n["compared_replies"]) == (2, 8)
 
 
 def test_a_prompt_from_the_cache_was_not_prefilled_together() -> None:
@@ -361,7 +501,7 @@ def test_without_a_solo_answer_nothing_is_claimed() -> None:
     assert judged_copies(solo=[]).verdict == "unobservable"
     judged = judged_copies(solo=solo_block([A, B])[3:])
     assert judged.verdict == "invalid"
-    assert "no solo reply" in judged.reasons[0]
+    assert any("no solo reply" in reason for reason in judged.reasons)
 
 
 def test_a_missing_copy_and_an_invalid_neighbour_are_seen() -> None:
@@ -405,6 +545,12 @@ def test_width_1_is_compared_with_another_reply_than_itself() -> None:
     three = frame(solo_block([A]))
     judged = judge_width_1(three, three)
     assert (judged.verdict, judged.n["replies"]) == ("exact", 2)
+
+
+def test_width_1_that_lacks_a_prompt_is_no_control() -> None:
+    judged = judge_width_1(frame(solo_block([A], parallel=4)), frame(solo_block([A, B])))
+    assert judged.verdict == "invalid"
+    assert "1 prompts have no reply, code-1 among them" in judged.reasons
 
 
 def test_width_1_on_more_slots_that_moves_the_answer_differs() -> None:

@@ -832,11 +832,11 @@ def url_of(silent: socket.socket) -> str:
 def test_an_endpoint_that_is_not_there() -> None:
     with (
         socket.socket() as silent,  # its port is taken, and nobody listens
-        pytest.raises(RoutewiseError, match="not ready after") as caught,
-        attach(url_of(silent), probe, limit_s=0.3),
+        pytest.raises(RoutewiseError, match="nothing listens there") as caught,
+        attach(url_of(silent), probe, limit_s=60),
     ):
         pytest.fail("it is there")
-    assert "did not answer" in caught.value.problem
+    assert caught.value.hint
 
 
 def test_an_endpoint_of_another_model(foreign: Callable[..., int], tmp_path: Path) -> None:

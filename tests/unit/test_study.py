@@ -377,12 +377,12 @@ MISTAKES: dict[str, tuple[str, object, list[str]]] = {
     "a number in env": (
         "routes.cpu-stock.env",
         {"OMP_NUM_THREADS": 2},
-        ["routes.cpu-stock.env.OMP_NUM_THREADS", "2", "'string'"],
+        ["routes.cpu-stock.env.OMP_NUM_THREADS", "2", "wanted a text"],
     ),
     "a name of a path": ("study", "../x", ["study", "'../x'"]),
     "a name of two lines": ("study", "x\n", ["study", "x\\n"]),
     "a name of nothing": ("study", "", ["study", "''"]),
-    "a version as a number": ("sources.pinned.version", 0.3, ["version", "0.3", "'string'"]),
+    "a version as a number": ("sources.pinned.version", 0.3, ["version", "0.3", "wanted a text"]),
     "another schema": ("schema_version", 2, ["schema_version", "wanted 1"]),
     "too few rounds": ("sweeps.cost.rounds", 2, ["sweeps.cost.rounds", "2", "3"]),
     "too many neighbours": (f"{REPLAY}.neighbours", 64, [f"{REPLAY}.neighbours", "64", "63"]),
@@ -398,7 +398,7 @@ MISTAKES: dict[str, tuple[str, object, list[str]]] = {
     "a date for a version": (
         "sources.pinned.version",
         datetime.date(2024, 1, 1),
-        ["sources.pinned.version", "'string'"],
+        ["sources.pinned.version", "wanted a text"],
     ),
 }
 

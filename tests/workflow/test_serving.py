@@ -10,8 +10,6 @@ import json
 import socket
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +22,7 @@ from routewise.claim import claimed_devices, claims_folder, read_claims
 from routewise.port import is_port_free
 from workbench import REPOSITORY, Bench, eventually, provenance_of
 
-from .conftest import STOCK, MakeBench
+from .conftest import EXACT, STOCK, MakeBench
 
 pytest_plugins = ("builds",)
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
@@ -32,8 +30,8 @@ pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
 SERVERS = REPOSITORY / "tests/servers"
 HRX_ENV = {"HSA_USE_SVM": "0", "HSA_USERPTR_FOR_PAGED_MEM": "0", "HRX_ALLOW_NO_SVM": "1"}
 PROMPTS: list[dict[str, Any]] = [
-    {"id": "cat", "category": "text", "n_tokens": 40, "text": "The cat sat on"},
-    {"id": "dog", "category": "text", "n_tokens": 40, "text": "A dog that barks all night long"},
+    {"id": "cat", "category": "text", "n_tokens": 400, "text": "The cat sat on"},
+    {"id": "dog", "category": "text", "n_tokens": 400, "text": "A dog that barks all night long"},
 ]
 RECEIPT = "results/serving/receipt.json"
 
@@ -76,7 +74,9 @@ def npu_route(kernels: Path, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def serving_study(
-    stock_study: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+    stock_study: dict[str, Any],
+    whole_study: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
     """Return a study of three devices in all serving sweeps."""
     kernels = tmp_path_factory.mktemp("kernels")
@@ -85,7 +85,9 @@ def serving_study(
     return {
         **stock_study,
         "study": "serving",
+        "builds": whole_study["builds"],
         "routes": {
+            EXACT: {**stock_study["routes"][STOCK], "build": EXACT},
             STOCK: {**stock_study["routes"][STOCK], "dispatch": "scheduler"},
             "hrx": hrx_route(),
             "hrx-unfused": hrx_route(
@@ -98,12 +100,12 @@ def serving_study(
             "repeat": {**common, "routes": everyone, "repeats": 2, "expect": {STOCK: "exact"}},
             "batched": {
                 **common,
-                "routes": everyone,
+                "routes": [*everyone, EXACT],
                 "parallel": [4],
                 "widths": [4],
                 "mixes": ["copies", "neighbours"],
                 "rounds": 2,
-                "expect": {"hrx": "differs-somewhere"},
+                "expect": {"hrx": "differs-somewhere", STOCK: "differs-somewhere"},
             },
             "agree": {**common, "routes": everyone, "widths": [1, 4], "rounds": 2},
             "dispatch": {**common, "routes": ["hrx", "hrx-unfused", STOCK], "n_tokens": 4},
@@ -123,15 +125,15 @@ def served(session_bench: MakeBench, serving_study: dict[str, Any]) -> Bench:
 @contextmanager
 def nothing_left(bench: Bench) -> Iterator[None]:
     """See that a run leaves no process (so none of its ports), no claim, no temporary folder."""
-    folders = set(Path(tempfile.gettempdir()).iterdir())
-    yield
+    folder = bench.folder.parent / "tmp"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        yield
     bench.wait_until_none_is_left()
-    folder = claims_folder()
-    assert [one for device in claimed_devices(folder) for one in read_claims(folder, device)] == []
-    left = set(Path(tempfile.gettempdir()).iterdir()) - folders
-    others = "routewise-test-claims"  # of a test session that runs beside this one
-    left = {path for path in left if not path.name.startswith(others)}
-    assert [path for path in left if "routewise" in path.name] == []
+    claims = claims_folder()
+    assert [one for device in claimed_devices(claims) for one in read_claims(claims, device)] == []
+    assert [path.name for path in folder.iterdir() if path.name.startswith("routewise")] == []
 
 
 def ports_of(pids: list[int]) -> set[int]:
@@ -157,7 +159,8 @@ def test_a_repeated_request_is_exact_on_each_route(served: Bench) -> None:
         for cache in ("off", "cold", "warm"):
             claim = claims[f"repeat/{route}/small/{cache}"]
             assert claim["verdict"] == "exact", claim
-            assert claim["observable"] == "chosen logprob"
+            # the small model says bytes that are no text; llama-server sends no logprob there
+            assert claim["observable"] in ("chosen logprob", "token ids")
             assert claim["n"]["prompts"] == 2
             assert claim["n"]["replies"] == 8
             # all pairs: 4 replies of a prompt make 6, of which 4 are across the restart
@@ -183,10 +186,19 @@ def test_batches_are_told_from_solo_with_their_states(served: Bench) -> None:
     claims = entries(served)
     together = claims["batched/hrx/small/p4.w4.copies.together"]
     assert together["verdict"] == "differs", together
-    assert together["n"]["states"] >= 2
-    for claim in claims.values():
-        if claim["id"].startswith(f"batched/{STOCK}/"):
-            assert claim["verdict"] in ("exact", "differs"), claim
+    assert together["measures"]["states"]["observed_max"] == 2
+    assert together["measures"]["witness"]["busy_per_decode_mean"] > 2
+
+
+def test_the_exact_build_is_exact_where_only_decode_steps_are_shared(served: Bench) -> None:
+    """And stock is not: the comparison can see a difference. Together, prompts share passes."""
+    claims = entries(served)
+    for mix in ("copies", "neighbours"):
+        claim = claims[f"batched/{EXACT}/small/p4.w4.{mix}.apart"]
+        assert claim["verdict"] == "exact", claim
+        assert claims[f"batched/{STOCK}/small/p4.w4.{mix}.apart"]["verdict"] == "differs"
+    controls = entries(served, "controls")
+    assert controls[f"batched-differs/{STOCK}"]["verdict"] == "differs"
 
 
 def test_width_1_is_a_control_and_the_witness_is_in_the_receipt(served: Bench) -> None:
@@ -195,7 +207,7 @@ def test_width_1_is_a_control_and_the_witness_is_in_the_receipt(served: Bench) -
     assert found
     assert set(found.values()) <= {"exact", "unsupported"}, found
     text = (served.results / "serving/receipt.md").read_text()
-    assert "busy" in text
+    assert "slots busy" in text
 
 
 def test_all_pairs_agree_or_not_and_each_route_with_itself(served: Bench) -> None:
@@ -203,9 +215,10 @@ def test_all_pairs_agree_or_not_and_each_route_with_itself(served: Bench) -> Non
     for pair in (f"{STOCK}|hrx", f"{STOCK}|npu", "hrx|npu"):
         claim = claims[f"agree/{pair}/small/w1"]
         assert claim["verdict"] == "differs", claim  # they do not even run the same model
-        assert claims[f"agree/{pair}/small/w4"]["verdict"] in ("differs", "unsupported")
+        wide = claims[f"agree/{pair}/small/w4"]
+        assert wide["verdict"] in ("differs", "unsupported"), wide
     for name, control in controls.items():
-        if "twice" in name:
+        if name.startswith("same-route-twice/") and not name.endswith("/w4"):
             assert control["verdict"] == "exact", control
 
 
@@ -224,6 +237,7 @@ def test_what_the_servers_logged(served: Bench) -> None:
     arm = rows[rows["route"] == "hrx-unfused"]
     assert "rms_norm_mul" in set(hrx["kernel"])
     assert "rms_norm_mul" not in set(arm["kernel"])
+    assert entries(served, "controls")["arm-counts/hrx-unfused/small"]["verdict"] == "exact"
     assert "MUL_MAT" in set(rows[rows["route"] == STOCK]["op"])
 
 
@@ -231,7 +245,8 @@ def test_each_row_says_how_its_device_was_held(served: Bench) -> None:
     rows = pq.read_table(served.results / "serving/tables/replies.parquet").to_pandas()
     assert (rows["claim_wait_s"] >= 0).all()
     assert (rows["claim_hold_s"] > 0).all()
-    assert rows["release_spread_ms"].max() < 1000  # it was measured; how small is a benchmark's
+    wide = rows[rows["width"] > 1]
+    assert (wide["release_spread_ms"] > 0).all()  # measured; how small it is, a benchmark says
 
 
 def test_the_server_was_the_one_asked_for(served: Bench) -> None:
@@ -268,12 +283,12 @@ def test_stored_answers_start_no_server(served: Bench, tmp_path: Path) -> None:
             assert provenance_of(path)["n_measured"] == 0, name
 
 
-def test_one_more_repeat_sweep_of_the_same_asks_nothing_again(
-    served: Bench, tmp_path: Path
-) -> None:
-    """The captures of agree were asked already by repeat: the store has them."""
-    provenance = provenance_of(served.cells()[f"agree.{STOCK}.small.p1"])
-    assert provenance["n_adopted"] == 4  # two prompts, two lives
+def test_what_two_sweeps_ask_is_asked_once(served: Bench, tmp_path: Path) -> None:
+    """What repeat and agree both ask is asked once: the store has it."""
+    names = (f"agree.{STOCK}.small.p1", f"repeat.{STOCK}.small.solo")
+    found = [provenance_of(served.cells()[name]) for name in names]
+    # two prompts in two lives, measured by whichever cell came first
+    assert sum(one["n_adopted"] for one in found) == 4
 
 
 # -------------------------------------------------------------------------------------- faults
@@ -283,7 +298,7 @@ def test_one_more_repeat_sweep_of_the_same_asks_nothing_again(
 def slow(session_bench: MakeBench, serving_study: dict[str, Any]) -> Bench:
     """Return a folder whose only route takes its time for each token."""
     route = hrx_route()
-    route["command"] += ["--token-ms", "60"]
+    route["command"] += ["--token-ms", "15"]
     study = {
         **serving_study,
         "routes": {"hrx": route},
@@ -294,6 +309,7 @@ def slow(session_bench: MakeBench, serving_study: dict[str, Any]) -> Bench:
                 "prompts": "few",
                 "repeats": 3,
                 "cache": ["off"],
+                "n_tokens": 30,
             }
         },
     }
@@ -402,7 +418,6 @@ def test_an_endpoint_is_asked_and_left_running(
     command = [sys.executable, str(SERVERS / "llama_double.py"), "-m", str(small_model)]
     process = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port), "-np", "1"])
     try:
-        time.sleep(0)
         study = {
             **serving_study,
             "routes": {"lab": {"endpoint": f"http://127.0.0.1:{port}"}},

@@ -41,9 +41,11 @@ def judge_agree(
     ``rows`` are one cell's of schema.AGREE; ``prompts`` those that the routes were asked;
     ``witnesses`` say by route what :func:`witness_of` said of the replies, which counts above
     width 1: there both routes need one, and each prompt all of its ``width`` copies.
-    ``unobservable`` says why the two sides are no two measurements, whatever they hold. Common positions are compared: a position of a prompt differs where the token does in
-    any copy, or the bits of its logprob. The largest |Δ logprob| and the published gates are
-    measures, and decide nothing.
+    ``unobservable`` says why the two sides are no two measurements, whatever they hold.
+
+    Common positions are compared: a position of a prompt differs where the token does in any copy,
+    or the bits of its logprob. The largest |Δ logprob| and the published gates are measures, and
+    decide nothing.
     """
     common = rows[rows["common"].astype(bool)]
     match = common["match"].astype(bool)

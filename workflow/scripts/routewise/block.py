@@ -126,7 +126,8 @@ def prepare_round(
 
     asks = [ask(0, probe["token_ids"], probe["text"], budget)]
     roles = [PROBE]
-    others = [prompts[(probe_index + step) % len(prompts)] for step in range(1, len(prompts))]
+    # in the set's own order: a prompt added at its end changes no neighbour
+    others = [*prompts[:probe_index], *prompts[probe_index + 1 :]]
     for copy in range(1, block.width):
         if block.mix == "copies":
             asks.append(replace(asks[0], slot=first_slot + copy if serving.slots else None))

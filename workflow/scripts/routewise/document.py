@@ -75,15 +75,13 @@ def _bound(entry: Mapping[str, Any]) -> str:
     if interval is None:
         return "–"
     if interval["k"] == 0:
-        return f"≤ {interval['high']:.2%}{_unit(interval)}"
-    share = f"{interval['k'] / interval['n']:.1%}{_unit(interval)}"
+        share = f"≤ {interval['high']:.2%}"
+        return (
+            f"{share} of {interval['unit']}, n = {interval['n']}" if "unit" in interval else share
+        )
+    of = f" of {interval['n']} {interval['unit']}" if "unit" in interval else ""
+    share = f"{interval['k'] / interval['n']:.1%}{of}"
     return f"{share} ({interval['low']:.1%} to {interval['high']:.1%})"
-
-
-def _unit(interval: Mapping[str, Any]) -> str:
-    """Return of what a share is: positions, or replies of which each is compared as a whole."""
-    unit = interval.get("unit")
-    return f" of {interval['n']} {unit}" if unit else ""
 
 
 def _verdict(entry: Mapping[str, Any]) -> str:
@@ -163,8 +161,8 @@ def _repetition(receipt: Mapping[str, Any]) -> list[str]:
         return []
     text = (
         "One request alone, compared in all pairs of its replies. States are distinct answers a "
-        "prompt, mean/most, and in brackets Chao's estimate with the unseen ones; saturated is the share of "
-        "tokens whose logprob is exactly 0, where bits can hide."
+        "prompt, mean/most, and in brackets Chao's estimate with the unseen ones; saturated is the "
+        "share of tokens whose logprob is exactly 0, where bits can hide."
     )
     header = (
         "repeat",
@@ -212,8 +210,9 @@ def _batches(receipt: Mapping[str, Any]) -> list[str]:
         "Each reply in company against the solo answer to its request: how many have its state, "
         "how far logprobs are apart where all tokens so far are equal, and the share of positions "
         "that keep the solo token, over the first tokens and over all. States are distinct answers "
-        "a prompt (mean/most, in brackets Chao's estimate), modal is the share of replies in the commonest. "
-        "Busy is the witness: slots busy in a pass, mean and least of the rounds, beside the width."
+        "a prompt (mean/most, in brackets Chao's estimate), modal is the share of replies in the "
+        "commonest. Busy is the witness: slots busy in a pass, mean and least of the rounds, "
+        "beside the width."
     )
     header = (
         "batched",

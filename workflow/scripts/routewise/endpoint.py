@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -52,8 +53,12 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DEFAULT_N_TOKENS = 64  # of a prompt that does not say how many
+#: What is known of the weights behind two addresses.
+WEIGHTS_UNKNOWN = "not known"
 _WIDTH = 200  # room for the widest table; a narrower terminal breaks its lines itself
 _LOOK_TIMEOUT_S = 10.0
+#: How often a server that is busy is asked whether it still is there.
+_LIFE_SIGN_S = 1.0
 _PROBE_TIMEOUT_S = 60.0
 _REPLY_COLUMNS = tuple(field.name for field in fields(Reply))
 
@@ -521,12 +526,44 @@ async def _ask_all(
             for prompt in prompts:
                 asks = [_ask_of(prompt, endpoint.speech, n_probs)] * width
                 for index in range(rounds):
-                    await client.wait_idle(limit_s)
+                    await _wait_idle(client, endpoint, limit_s, rows)
                     one = await client.release(asks, limit_s)
                     rows += _rows(prompt, endpoint, width, index, one)
+                    if rows[-1]["status"] != "ok":
+                        await _check_there(endpoint, rows)
                     progress.advance(1)
     progress.finish()
     return rows
+
+
+async def _wait_idle(
+    client: Client, endpoint: Endpoint, limit_s: float, rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Wait until the server is idle; RoutewiseError where it stays busy, or is there no more."""
+    ends_s = time.monotonic() + limit_s
+    while True:
+        rest_s = ends_s - time.monotonic()
+        try:
+            await client.wait_idle(max(0.0, min(rest_s, _LIFE_SIGN_S)))
+            return
+        except RoutewiseError:
+            await _check_there(endpoint, rows)  # one that is gone is never idle either
+            if rest_s <= _LIFE_SIGN_S:
+                raise
+
+
+async def _check_there(endpoint: Endpoint, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RoutewiseError where nothing listens any more."""
+    try:
+        async with Client(endpoint.url, endpoint.speech):
+            pass
+    except Unreachable as error:
+        faults = [row["reason"] for row in rows if row["status"] != "ok"]
+        raise RoutewiseError(
+            f"route {endpoint.name}: the server is gone after {len(rows)} requests: "
+            f"{faults[0] if faults else error.problem}",
+            "see its log, start it and run the same command again",
+        ) from error
 
 
 def _ask_of(prompt: Mapping[str, Any], speech: Speech, n_probs: int) -> Ask:

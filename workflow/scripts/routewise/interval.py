@@ -23,8 +23,8 @@ ORDER_STATISTICS = "order statistics of the median, two-sided"
 def detectable_share(n: int, level: float = LEVEL) -> float | None:
     """Return the smallest share of differing positions that ``n`` positions show with ``level``.
 
-    The same holds for replies. A share p escapes n independent ones with probability (1 - p)^n, so this is
-    1 - (1 - level)^(1/n). None where nothing was measured.
+    The same holds for replies. A share p escapes n independent ones with probability (1 - p)^n, so
+    this is 1 - (1 - level)^(1/n). None where nothing was measured.
     """
     if n < 0:
         raise ValueError(f"n must not be negative: {n}")

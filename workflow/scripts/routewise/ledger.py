@@ -300,7 +300,7 @@ class Ledger:
             entry = Entry(
                 **{
                     **fields,
-                    **{key: tuple(fields[key]) for key in ("wants", "units", "named")},
+                    **{key: tuple(fields.get(key, ())) for key in ("wants", "units", "named")},
                 }
             )
             _check_types(entry)

@@ -66,6 +66,65 @@ HEALTH_DEFAULTS: dict[str, Any] = {"path": "/health", "ready": [200], "alive": [
 #: What a command template may name.
 PLACEHOLDERS = ("host", "port", "model", "context", "parallel", "threads")
 
+#: What a build's server is told already: not for ``server_args``, which would win unseen.
+OWN_FLAGS = frozenset(
+    (
+        "--alias",
+        "--api-prefix",
+        "--batch-size",
+        "--cache-idle-slots",
+        "--cache-ram",
+        "--cache-type-k",
+        "--cache-type-v",
+        "--ctx-checkpoints",
+        "--ctx-size",
+        "--fit",
+        "--flash-attn",
+        "--gpu-layers",
+        "--hf-repo",
+        "--host",
+        "--kv-unified",
+        "--metrics",
+        "--model",
+        "--model-url",
+        "--n-gpu-layers",
+        "--no-cache-idle-slots",
+        "--no-kv-unified",
+        "--no-slots",
+        "--no-webui",
+        "--offline",
+        "--parallel",
+        "--port",
+        "--slot-prompt-similarity",
+        "--slots",
+        "--swa-checkpoints",
+        "--threads",
+        "--threads-batch",
+        "--ubatch-size",
+        "--webui",
+        "-a",
+        "-b",
+        "-c",
+        "-cram",
+        "-ctk",
+        "-ctv",
+        "-ctxcp",
+        "-fa",
+        "-fit",
+        "-hf",
+        "-kvu",
+        "-m",
+        "-mu",
+        "-ngl",
+        "-no-kvu",
+        "-np",
+        "-sps",
+        "-t",
+        "-tb",
+        "-ub",
+    )
+)
+
 #: The keys that say how a route gets its tokens; it has exactly one of them.
 KINDS = ("build", "command", "endpoint")
 
@@ -218,14 +277,16 @@ def is_local(url: str) -> bool:
 def same_but_for_the_arm(base: Route, route: Route) -> str | None:
     """Return what two routes differ in that an arm may not, or None.
 
-    An arm may have other variables, and further words on its command line.
+    An arm may have other variables, attention and cache types, and more words on its command line.
     """
 
     def fixed(one: Route) -> dict[str, Any]:
-        serving = one.serving.document()
+        serving, settings = one.serving.document(), asdict(one.settings)
         for name in ("argv", "claim", "dispatch", "health", "start_limit_s", "stall_s"):
             del serving[name]
-        return {**serving, "kind": one.kind, "build": one.build, **asdict(one.settings)}
+        for name in ("flash_attention", "kv_type"):  # they choose kernels, as a flag would
+            del settings[name]
+        return {**serving, "kind": one.kind, "build": one.build, **settings}
 
     for name, value in fixed(base).items():
         if fixed(route)[name] != value:

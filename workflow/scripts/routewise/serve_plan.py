@@ -177,10 +177,12 @@ def _serve_cell(
 
 
 def _without_patience(document: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what decides how long a job waits, and not what it measures."""
+    """Leave out what decides how long a job waits or what it logs, and not what it measures."""
     serving = {**document["serving"]}
     for name in ("start_limit_s", "stall_s"):
         del serving[name]
+    if document["sweep"] != "dispatch":
+        del serving["dispatch"]  # nobody logs there
     if serving["claim"] is not None:
         serving["claim"] = {k: v for k, v in serving["claim"].items() if k != "limit_minutes"}
     return {**document, "serving": serving}

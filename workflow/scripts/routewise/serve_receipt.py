@@ -7,6 +7,7 @@ Claims are listed from the study's declaration. A route that cannot do what is a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -329,11 +330,13 @@ def _width_1_control(
         judged = _unmeasured()
     else:
         rounds = _rounds(cell, width=1)
+        every = tables.rows_of(cell)
         judgements = [
             judge_width_1(
                 mine,
                 solo_of(replies, str(prefill)),
                 rounds=max(rounds.values()) if rounds else None,
+                prompts=set(every.loc[every["role"] == "probe", "prompt_id"]),
                 logprob_list=_logprob_list(cell),
                 invalid_reasons=_doubts_of(cell),
             )
@@ -488,6 +491,7 @@ def _judge_pair(
     rows = tables.rows_of(cell)
     if pair[0] == pair[1]:
         rows = rows.assign(arithmetic_only=True)  # a route's weights are its own
+    n_shared, n_replies = _count_shared(picked)
     judged = judge_agree(
         rows,
         width=width,
@@ -495,8 +499,11 @@ def _judge_pair(
         prompts=asked,
         invalid_reasons=[*cell.invalid_reasons, *dict.fromkeys(reasons)],
         unsupported=unsupported,
-        unobservable=_one_measurement(pair, picked),
+        unobservable=_one_measurement(pair) if n_replies and n_shared == n_replies else "",
     )
+    if n_shared and judged.verdict == EXACT:
+        reason = f"equal, but {n_shared} of {n_replies} answers of the two are one measurement"
+        judged = replace(judged, verdict=UNOBSERVABLE, reasons=[reason])
     return judged, cell, sides
 
 
@@ -514,21 +521,21 @@ def _side_reasons(rows: pd.DataFrame, every: pd.DataFrame, width: int) -> list[s
     return reasons
 
 
-def _one_measurement(pair: tuple[str, str], picked: Sequence[pd.DataFrame]) -> str:
-    """Return why both sides of a pair are one measurement; '' where they are two.
+def _count_shared(picked: Sequence[pd.DataFrame]) -> tuple[int, int]:
+    """Return how many answers of two sides are the same measurement, and of how many.
 
-    Two routes with one program and configuration share stored answers, and these have one time; a
-    route that was asked once has nothing that it could be compared with.
+    Two routes with one program and configuration share stored answers, and no two answers that were
+    asked for at different times have the same times to the nanosecond.
     """
     if len(picked) < 2 or any(rows.empty for rows in picked):
-        return ""
-    names = ["prompt_id", "copy", "released_ns", "done_ns", "state", "text"]
-    one, two = (
-        rows.sort_values(["prompt_id", "copy"], kind="stable")[names].to_numpy().tolist()
-        for rows in picked
-    )
-    if one != two:
-        return ""
+        return 0, 0
+    names = ["prompt_id", "copy", "released_ns", "done_ns", "state"]
+    one, two = (set(rows[names].itertuples(index=False, name=None)) for rows in picked)
+    return len(one & two), max(len(one), len(two))
+
+
+def _one_measurement(pair: tuple[str, str]) -> str:
+    """Return why both sides of a pair show nothing, where all answers of one are the other's."""
     if pair[0] == pair[1]:
         return f"{pair[0]} was asked only once: its replies would be compared with themselves"
     return "both routes are the same program and configuration: their answers are one measurement"

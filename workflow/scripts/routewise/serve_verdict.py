@@ -1013,6 +1013,7 @@ def judge_width_1(
     solo: pd.DataFrame,
     *,
     rounds: int | None = None,
+    prompts: Iterable[str] = (),
     logprob_list: int | None = None,
     invalid_reasons: Sequence[str] = (),
     unsupported: str = "",
@@ -1021,7 +1022,7 @@ def judge_width_1(
 
     ``rows`` are the cell's replies at width 1 with one prefill, ``solo`` those that are its
     reference: of the server with the fewest slots, which may be the same rows. The reference reply
-    is not compared with itself.
+    is not compared with itself. All ``prompts`` must be there, and all that have a solo reply.
     """
     fine = rows[rows["status"] == "ok"]
     alone = solo[solo["status"] == "ok"]
@@ -1040,6 +1041,8 @@ def judge_width_1(
     if unsupported and rows.empty:
         return ServeJudgement(UNSUPPORTED, n, [unsupported], None, None, observable, measures)
     reasons = [*invalid_reasons, *reply_reasons(rows), *found.contradictions]
+    if len(rows):
+        reasons += _missing_prompts(rows, {*prompts, *solo["prompt_id"]})
     for prefill, mine in rows.groupby("prefill"):
         reasons += prefill_reasons(mine, str(prefill))
         if prefill == "together":

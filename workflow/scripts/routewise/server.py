@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -544,7 +545,12 @@ def _wait_until_ready(
             _check_start(server)
             listening = _owns_port(server, server._process)
         else:
-            listening = True
+            listening = _connects(server.url)
+            if not listening:
+                raise RoutewiseError(
+                    f"endpoint {server.url}: nothing listens there",
+                    "start the server, or correct the route's endpoint",
+                )
         if not listening:
             seen = ["its port was never opened"]
         elif not ready:
@@ -569,6 +575,16 @@ def _wait_until_ready(
         else:
             time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, _POLL_LONGEST_S)
+
+
+def _connects(url: str) -> bool:
+    where = httpx.URL(url)
+    port = where.port or (443 if where.scheme == "https" else 80)
+    try:
+        socket.create_connection((where.host, port), timeout=HEALTH_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _check_start(server: Server) -> None:

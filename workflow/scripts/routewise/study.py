@@ -22,6 +22,7 @@ from routewise.errors import RoutewiseError
 from routewise.replay import SHAPE_WIDTH_MAX, SHAPES
 from routewise.route import (
     KINDS,
+    OWN_FLAGS,
     PLACEHOLDERS,
     Route,
     is_local,
@@ -320,6 +321,14 @@ class _Checker:
         ):
             if part in entry and owner not in entry:
                 self.wrong(f"{key}.{part}", entry[part], f"a route with {owner}", "remove it")
+        for word in entry.get("server_args", []):
+            if word.split("=")[0] in OWN_FLAGS:
+                self.wrong(
+                    f"{key}.server_args",
+                    word,
+                    "arguments that the workflow does not set itself",
+                    "use the route's own keys (threads, context, flash_attention, …)",
+                )
         if "command" in entry:
             unknown = unknown_placeholders(entry["command"])
             if unknown or not any("{port}" in part for part in entry["command"]):
@@ -377,7 +386,7 @@ class _Checker:
     ) -> None:
         assert route.arm is not None
         key = f"routes.{route.name}.arm"
-        self.known(route.arm.of, routes, f"{key}.of")
+        self.known(route.arm.of, [name for name in routes if name != route.name], f"{key}.of")
         base = routes[route.arm.of]
         if base.name == route.name or base.arm is not None:
             self.wrong(f"{key}.of", base.name, "a route that is no arm itself", "name the base")
@@ -385,14 +394,19 @@ class _Checker:
             self.wrong(
                 key,
                 route.arm.of,
-                f"a route that is the same but for env and further arguments ({other} differs)",
+                f"a route that is the same but for env, further arguments, flash_attention and "
+                f"kv_type ({other} differs)",
                 "an arm switches one kernel family off, and nothing else",
             )
-        if (base.env, base.serving.argv) == (route.env, route.serving.argv):
+        if (base.env, base.serving.argv, base.settings) == (
+            route.env,
+            route.serving.argv,
+            route.settings,
+        ):
             self.wrong(
                 key,
                 route.arm.of,
-                "a difference in env, server_args or command",
+                "a difference in env, server_args, command, flash_attention or kv_type",
                 "the arm is the same configuration as its base: switch its kernel off",
             )
         wanted = sweeps.get("dispatch", {}).get("routes", [])
@@ -406,7 +420,10 @@ class _Checker:
         for one in (base, route):
             if one.serving.dispatch is None:
                 self.wrong(
-                    f"routes.{one.name}.dispatch", None, "scheduler or hrx", "say who logs kernels"
+                    f"routes.{one.name}.dispatch",
+                    None,
+                    f"scheduler or hrx, as {route.name!r} is an arm of it",
+                    "say whose log names the kernels that ran",
                 )
 
     def serving(self, sweep: str, entry: Mapping[str, Any]) -> None:
@@ -619,6 +636,17 @@ def _check_shape(document: Mapping[str, Any], schema: dict[str, Any], where: str
         message = (
             f"{error.instance!r}, wanted exact, differs, differs-somewhere, or a verdict a variant"
         )
+    elif error.validator == "enum":
+        wanted = [str(value) for value in error.validator_value if value is not False]
+        message = f"{error.instance!r}, wanted one of {', '.join(wanted)}"
+    elif error.validator == "pattern" and "https?" in str(error.validator_value):
+        message = f"{error.instance!r}, wanted an address such as http://127.0.0.1:8080"
+    elif error.validator == "type" and error.validator_value == "string":
+        quoted = " (YAML reads a bare on, off, yes, no as true or false: quote it)"
+        boolean = isinstance(error.instance, bool)
+        message = f"{error.instance!r}, wanted a text{quoted if boolean else ' in quotes'}"
+    elif error.validator == "minItems":
+        message = f"{error.instance!r}, wanted {error.validator_value} or more"
     hint = "config/README.md lists every key"
     if error.validator == "additionalProperties" and isinstance(error.instance, Mapping):
         known = list(error.schema.get("properties", {}))

@@ -92,8 +92,8 @@ def serving_table(entries: Iterable[Mapping[str, Any]], sweep: str, whole_names:
     """Return the claims of one serving sweep as a table, with what the sweep is asked for.
 
     ``repeat``: equal pairs, also across server lives, and states a prompt (mean/most, and the mean
-    estimate). ``batched``: replies with the solo answer, states a prompt, slots busy in a pass. ``agree``: tokens that match,
-    logprobs with the same bits, the largest |Δ logprob|, slots busy in a pass.
+    estimate). ``batched``: replies with the solo answer, states a prompt, slots busy in a pass.
+    ``agree``: tokens that match, logprobs with the same bits, the largest |Δ logprob|, slots busy.
     """
     columns = {
         "repeat": ("equal pairs", "across lives", "states a prompt"),
