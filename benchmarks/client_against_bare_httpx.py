@@ -10,7 +10,8 @@ pool. Prints ratios of requests per second round by round, as median and quartil
   This is what a server sees, and what a measurement could suffer from;
 - whole: the records included, which are made after the last byte, against the bare loop with it;
 
-then the spread of the barrier (last release minus first), and how memory grew over all rounds.
+then the spread of the barrier (last release minus first), how memory grew over all rounds, and
+whether what is wanted of the three is met.
 
     python benchmarks/client_against_bare_httpx.py
 
@@ -36,6 +37,11 @@ import httpx
 from routewise.client import Client
 from routewise.reply import Ask, Speech, request_of
 
+#: What is wanted of the client: within 10 % of a bare httpx loop, all requests of a round released
+#: within some ms, and memory that does not grow with requests (caches of Python's own fill up).
+RATIO_MIN = 0.9
+SPREAD_MS_MAX = 5.0
+GROWTH_KB_MAX = 64.0
 PROMPT = tuple(range(100, 164))
 
 
@@ -206,6 +212,16 @@ def main(width: int, rounds: int, n_tokens: int) -> None:
         f"{sum(s > 5.0 for s in samples.spread_ms)} of {rounds} above 5 ms"
     )
     print(f"memory after {width * rounds} requests more: {growth_kb:+.1f} kB")
+    pool = statistics.median(
+        bare[0] / ours[0] for bare, ours in zip(samples.pool_s, samples.client_s, strict=True)
+    )
+    spread_ms = statistics.median(samples.spread_ms)
+    for what, wanted, met in (
+        ("in flight against one pool", f"{RATIO_MIN} or more", pool >= RATIO_MIN),
+        ("barrier's spread, median", f"{SPREAD_MS_MAX:g} ms or less", spread_ms <= SPREAD_MS_MAX),
+        ("memory", f"{GROWTH_KB_MAX:g} kB or less", growth_kb <= GROWTH_KB_MAX),
+    ):
+        print(f"{'met' if met else 'NOT MET'}: {what}, wanted {wanted}")
     print(f"load before {load:.2f}, after {os.getloadavg()[0]:.2f}, cores {os.cpu_count()}")
 
 

@@ -297,7 +297,6 @@ def test_a_server_that_dies_in_the_middle_of_a_reply_is_2(
     assert "went away mid-reply" in said
     routes = ["--route", f"a={start()}", "--route", f"b={start('--die-mid-reply', '3')}"]
     assert asked("agree", *routes, *SHORT) == 2
-    assert "went away mid-reply" in capsys.readouterr().err
 
 
 def test_a_slot_that_is_busy_with_others_is_waited_for_and_then_2(
