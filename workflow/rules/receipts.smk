@@ -69,13 +69,11 @@ rule draw_figure:
         str(RESULTS / "logs" / "draw_figure" / f"{STUDY.name}.{{figure}}.log"),
     wildcard_constraints:
         figure=one_of(FIGURE_NAMES),
-    params:
-        table=lambda w: DRAWN_FROM[w.figure][0],
     conda:
         "../../envs/measure.yaml"
     shell:
-        "python {SCRIPTS}/draw_{wildcards.figure}.py --{params.table} {input} --svg {output.svg}"
-        " --png {output.png} > {log} 2>&1"
+        "python {SCRIPTS}/draw_figure.py --name {wildcards.figure} --table {input}"
+        " --svg {output.svg} --png {output.png} > {log} 2>&1"
 
 
 rule check:

@@ -13,7 +13,6 @@ import json
 import math
 import os
 import re
-import select
 import signal
 import stat
 import subprocess
@@ -28,6 +27,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from routewise.errors import EXIT_NOT_MEASURED, RoutewiseError
+from routewise.keeper import descendants
 from routewise.ledger import (
     Entry,
     Ledger,
@@ -41,6 +41,7 @@ from routewise.ledger import (
     user_name,
 )
 from routewise.progress import duration
+from routewise.watch import stat_fields, wait_for_end
 
 FOLDER = "ROUTEWISE_CLAIMS"
 #: The variables through which programs of a device family are told which units they may use.
@@ -509,7 +510,7 @@ def _ancestors() -> set[tuple[int, int]]:
     pid = os.getppid()
     while pid > 0:
         try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            fields = stat_fields(pid)
         except OSError:
             break
         found.add((pid, int(fields[19])))
@@ -686,20 +687,8 @@ def count_strangers(rows: list[list[str]], units: tuple[str, ...], family: set[i
 
 
 def _family(root: int) -> set[int]:
-    """Return a process and all its living descendants, from /proc."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        parents[int(path.parent.name)] = int(fields[1])
-    family = {root}
-    while True:
-        more = {pid for pid, parent in parents.items() if parent in family} - family
-        if not more:
-            return family
-        family |= more
+    """Return a process and all its living descendants."""
+    return {root, *descendants(root)}
 
 
 # --- a box's own hold command ------------------------------------------------------------------
@@ -814,9 +803,6 @@ def _start_under_hold(device: str, message: dict[str, float]) -> None:
 
 
 def _end_with(handle: int) -> None:
-    poll = select.poll()
-    poll.register(handle, select.POLLIN)
-    while not poll.poll():
-        pass
+    wait_for_end(handle)
     _say(sys.stderr, "the process that started this job's hold command is gone; stopping")
     os._exit(EXIT_NOT_MEASURED)

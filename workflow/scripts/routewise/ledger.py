@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from routewise.errors import RoutewiseError
+from routewise.watch import stat_fields
 
 #: Bytes of one entry: JSON, filled up with spaces.
 ENTRY_BYTES = 4096
@@ -62,8 +63,8 @@ class Entry:
     """One claim, waiting or granted. Times are seconds of the host's clock since boot.
 
     ``wants`` are the keys of the units that would do, in order of liking; ``whole`` asks for all of
-    them; ``units`` are those granted, empty while it waits. ``n_units`` is how many units the device
-    has by the claim's declaration (0: not told), ``named`` what it calls them (empty: it does not).
+    them; ``units`` are those granted, empty while it waits. ``n_units`` is how many the device has
+    by the claim's declaration (0: not told), ``named`` what it calls them (empty: it does not).
     """
 
     ticket: int
@@ -144,8 +145,7 @@ def boot_s() -> float:
 
 def start_ticks_of(pid: int) -> int:
     """Return when a process began, in clock ticks since boot. Raises OSError where it is gone."""
-    # the name in field 2 may hold spaces and brackets; field 22 is counted from the last bracket
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    return int(stat_fields(pid)[19])
 
 
 def user_name() -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from routewise.digest import digest_of
+from routewise.watch import stat_fields
 
 #: Only these environment variables of the engine's family reach a measurement: those that the
 #: route names. Anything else beginning like this would move numbers or times unseen.
@@ -71,7 +72,7 @@ def read_load(own_pids: list[int]) -> Load:
     busy = sum(ticks[:8]) - idle - steal
     own = 0
     for pid in own_pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = stat_fields(pid)
         own += int(fields[11]) + int(fields[12])
     uptime_s = float(Path("/proc/uptime").read_text().split()[0])
     return Load(busy * tick_s, steal * tick_s, own * tick_s, uptime_s)

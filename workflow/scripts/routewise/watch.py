@@ -41,7 +41,7 @@ def end_with_snakemake() -> None:
         alive = False
     if not alive:
         _end()
-    threading.Thread(target=_wait_for_end, args=(handle,), daemon=True).start()
+    threading.Thread(target=_end_after, args=(handle,), daemon=True).start()
 
 
 def end_with_parent(parent: int) -> None:
@@ -51,11 +51,25 @@ def end_with_parent(parent: int) -> None:
         os._exit(EXIT_ORPHANED)
 
 
-def _wait_for_end(handle: int) -> None:
+def wait_for_end(handle: int) -> None:
+    """Wait until a process, known by its pidfd, has ended."""
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     while not poll.poll():
         pass
+
+
+def stat_fields(pid: int) -> list[str]:
+    """Return ``/proc/PID/stat`` from the state on: [1] parent, [11] and [12] ticks, [19] start.
+
+    Raises OSError where the process is gone.
+    """
+    # the name before it may hold spaces and brackets: counted from the last bracket
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _end_after(handle: int) -> None:
+    wait_for_end(handle)
     _end()
 
 
@@ -66,6 +80,4 @@ def _end() -> None:
 
 
 def _start_ticks(pid: int) -> int:
-    # the name in field 2 may hold spaces and brackets; field 22 is counted from the last bracket
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[19])
+    return int(stat_fields(pid)[19])
