@@ -551,7 +551,7 @@ def test_waiting_says_for_whom_and_ends_at_a_signal(folder: Path, number: signal
         assert waiter.wait(PATIENCE_S) in (-number, {signal.SIGINT: 1}.get(number))
         assert re.search(
             r"waiting for cpu, place 1 of 1; held by 'long-job' \(\S+, process \d+\) "
-            r"since \d\d:\d\d:\d\d, limit 1 h 0 min$",
+            r"since \d\d:\d\d:\d\d, limit 2 h 0 min$",
             line.strip(),
         ), line
         assert [found.label for found in all_claims(folder)] == ["long-job"]

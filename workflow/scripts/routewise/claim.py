@@ -20,14 +20,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
 from routewise.errors import EXIT_NOT_MEASURED, RoutewiseError
-from routewise.keeper import descendants
 from routewise.ledger import (
     Entry,
     Ledger,
@@ -103,7 +102,7 @@ class ClaimSpec:
 
     device: str
     units: int = 1
-    limit_minutes: float = 60
+    limit_minutes: float = 120
     hold: tuple[str, ...] = ()
     visible: tuple[str, ...] = ()
     unit_ids: tuple[str, ...] = ()
@@ -687,8 +686,20 @@ def count_strangers(rows: list[list[str]], units: tuple[str, ...], family: set[i
 
 
 def _family(root: int) -> set[int]:
-    """Return a process and all its living descendants."""
-    return {root, *descendants(root)}
+    """Return a process and all its descendants, those too that nobody has reaped yet.
+
+    The device may still list one that has just ended, and it is no stranger.
+    """
+    parents = {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            parents[int(entry)] = int(stat_fields(int(entry))[1])
+    family = {root}
+    while True:
+        more = {pid for pid, parent in parents.items() if parent in family} - family
+        if not more:
+            return family
+        family |= more
 
 
 # --- a box's own hold command ------------------------------------------------------------------

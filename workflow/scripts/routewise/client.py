@@ -147,20 +147,11 @@ class Client:
         self._questions = httpx.AsyncClient(timeout=_READ_S, transport=self._lane())
 
     async def __aenter__(self) -> Client:
-        where = httpx.URL(self.url)
-        port = where.port or (443 if where.scheme == "https" else 80)
         try:
-            async with asyncio.timeout(_CONNECT_S):
-                _, writer = await asyncio.open_connection(where.host, port)
-        except OSError as error:  # a TimeoutError is one
+            await self._connect()
+        except Unreachable:
             await self._close()
-            raise Unreachable(
-                f"{self.url}: nothing listens there ({_words(error)})",
-                "start the server, or correct the route's address",
-            ) from error
-        writer.close()
-        with suppress(OSError):
-            await writer.wait_closed()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -219,7 +210,7 @@ class Client:
 
         A slot may be busy with a request whose client is gone. Raises RoutewiseError that names
         the slots where they are still busy after ``limit_s`` seconds, and where the server no
-        longer answers.
+        longer answers; Unreachable at once where it is gone.
         """
         end = time.monotonic() + limit_s
         while True:
@@ -232,6 +223,22 @@ class Client:
                     "another client may be using this server; stop it, or restart the server",
                 )
             await asyncio.sleep(_POLL_S)
+
+    async def _connect(self) -> None:
+        """Raise Unreachable where nothing listens."""
+        where = httpx.URL(self.url)
+        port = where.port or (443 if where.scheme == "https" else 80)
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                _, writer = await asyncio.open_connection(where.host, port)
+        except OSError as error:  # a TimeoutError is one
+            raise Unreachable(
+                f"{self.url}: nothing listens there ({_words(error)})",
+                "start the server, or correct the route's address",
+            ) from error
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
 
     async def props(self) -> dict[str, Any] | None:
         """Return the server's ``/props``; None where it has none."""
@@ -341,6 +348,7 @@ class Client:
         """Return the names of the busy slots; None where the server does not tell."""
         response = await self._get("/slots")
         if response is None:
+            await self._connect()
             return ["the server does not answer; its slots may be"]
         slots = _json_of(response.content) if response.status_code == 200 else None
         if isinstance(slots, list):

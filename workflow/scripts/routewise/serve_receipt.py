@@ -61,10 +61,10 @@ _CACHES = {
     "cold": "with a prompt cache that holds nothing of it",
     "warm": "with the prompt in the cache",
 }
-_MIXES = {
-    "copies": "{others} byte-identical requests",
-    "neighbours": "{others} other prompts",
-    "fillers": "{others} fillers of other lengths",
+_MIXES = {  # one other, several others
+    "copies": ("one byte-identical request", "{others} byte-identical requests"),
+    "neighbours": ("one other prompt", "{others} other prompts"),
+    "fillers": ("one filler of another length", "{others} fillers of other lengths"),
 }
 #: The variant of a repeat that compares the kinds of prompt cache with each other.
 CACHES = "caches"
@@ -243,7 +243,7 @@ def _batched(tables: StudyTables, sweep: Mapping[str, Any], doubts: Doubts) -> E
                 if control is None:
                     continue
                 controls.append(control)
-                if control["verdict"] not in (EXACT, UNSUPPORTED):
+                if control["verdict"] != EXACT:
                     doubt = f"control {control['id']} does not hold: it is {control['verdict']}"
                     failed[parallel] = [doubt]
             base = [*doubts.get((route, model), ()), *failed.get(min(sweep["parallel"]), [])]
@@ -273,7 +273,7 @@ def _batched(tables: StudyTables, sweep: Mapping[str, Any], doubts: Doubts) -> E
 
 
 def _batched_statement(width: int, mix: str, prefill: str, judged: ServeJudgement) -> str:
-    others = _MIXES[mix].format(others=width - 1)
+    others = _MIXES[mix][width > 2].format(others=width - 1)
     busy = (judged.measures.get("witness") or {}).get("busy_per_decode_mean")
     company = "" if busy is None else f" (on average {busy:.2f} of {width} slots busy in a pass)"
     return (
@@ -321,7 +321,8 @@ def _width_1_control(
 ) -> Entry | None:
     """Return the control that one request in flight has the solo answer whatever ``--parallel``.
 
-    None where the only replies at width 1 are the reference itself.
+    None where the only replies at width 1 are the reference itself, and where the route refuses a
+    server with so many slots.
     """
     cell = tables.find(route, model, f"p{parallel}", BATCHED_SWEEP)
     alone = replies[(replies["width"] == 1) & (replies["role"] == "probe")]
@@ -342,7 +343,10 @@ def _width_1_control(
             )
             for prefill, mine in rows.groupby("prefill")
         ]
-        judged = _worst_of(judgements, _unsupported(cell, _refused(cell, width=1)))
+        refused = _unsupported(cell, _refused(cell, width=1))
+        if refused and not judgements:
+            return None  # a server that the route cannot be is nothing to be controlled
+        judged = _worst_of(judgements)
         is_reference = parallel == min(alone["parallel"], default=0)
         if is_reference and judged.verdict == UNOBSERVABLE:
             return None
@@ -352,7 +356,7 @@ def _width_1_control(
         BATCHED_SWEEP,
         (route, model),
         f"One request in flight on a server with {_slots(parallel)} gets "
-        f"{_OBSERVED[judged.observable]} as on the server with the fewest",
+        f"{_OBSERVED[judged.observable]} {_as_reference(parallel, alone)}",
         judged,
         EXACT,
         sorted({str(path) for path in references} | ({cell.path} if cell else set())),
@@ -360,15 +364,21 @@ def _width_1_control(
     )
 
 
+def _as_reference(parallel: int, alone: pd.DataFrame) -> str:
+    """Return what the answers alone of a server are held against: another's, or its own first."""
+    if alone.empty:
+        return "as on a server with fewer"
+    fewest = int(alone["parallel"].min())
+    return "every time" if parallel == fewest else f"as on a server with {_slots(fewest)}"
+
+
 def _slots(parallel: int) -> str:
     return "one slot" if parallel == 1 else f"{parallel} slots"
 
 
-def _worst_of(judgements: Sequence[ServeJudgement], unsupported: str) -> ServeJudgement:
+def _worst_of(judgements: Sequence[ServeJudgement]) -> ServeJudgement:
     """Return several judgements as one: counts added, the worst verdict with its reasons."""
     if not judgements:
-        if unsupported:
-            return ServeJudgement(UNSUPPORTED, dict(_NOTHING), [unsupported])
         return ServeJudgement(INVALID, dict(_NOTHING), ["the cell holds no replies at width 1"])
     order = (EXACT, UNOBSERVABLE, DIFFERS, INVALID)
     worst = max(judgements, key=lambda one: order.index(one.verdict))
@@ -399,7 +409,8 @@ def _agree(tables: StudyTables, sweep: Mapping[str, Any], doubts: Doubts) -> Ent
         for route in sweep["routes"]:
             failed[route] = list(doubts.get((route, model), ()))
             control = _twice_control(tables, route, model, 1)
-            controls.append(control)
+            if control["verdict"] != UNSUPPORTED:
+                controls.append(control)
             if control["verdict"] not in (EXACT, UNSUPPORTED):
                 doubt = f"control {control['id']} does not hold: it is {control['verdict']}"
                 failed[route].append(doubt)
@@ -407,7 +418,8 @@ def _agree(tables: StudyTables, sweep: Mapping[str, Any], doubts: Doubts) -> Ent
                 variant = f"w{width}"
                 if width > 1 and tables.find(f"{route}|{route}", model, variant, AGREE_SWEEP):
                     wide = _twice_control(tables, route, model, width)
-                    controls.append(wide)
+                    if wide["verdict"] != UNSUPPORTED:
+                        controls.append(wide)
                     if wide["verdict"] == DIFFERS:
                         moved[(route, width)] = f"{route} differs also with itself: {wide['id']}"
         for one, two in agree_pairs(sweep):
@@ -786,6 +798,8 @@ def _scope(
         "claim": {key: claim[key] for key in ("device", "units") if key in claim} or None,
         "api": serving.get("api") or (serving.get("speech") or {}).get("api"),
         "match": serving.get("match"),
+        "arguments": list(serving.get("argv") or []),
+        "env": settings.get("env") or {},
         "parallel": serving.get("parallel"),
         "lives": sorted({int(life) for life in fine["life"]}),
         "rounds": int(fine["round"].nunique()),

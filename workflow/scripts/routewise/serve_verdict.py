@@ -5,9 +5,11 @@ equal, and a witness that what was asked for really happened. ``exact`` holds fo
 observable of all the replies that meet (chosen logprob, token ids, text) and no stronger one, and
 ``differs`` for what showed it; a verdict names its observable.
 
-Positions are positions of a *prompt*: however many copies and rounds there were, a token position
-is counted once, and it differs where it differs in any reply. Beyond the first token that differs
-the replies have different histories, and nothing is compared.
+The unit is the reply: it has its reference's answer or it has not. Positions are positions of a
+*prompt*: however many copies and rounds there were, a token position is counted once, and it
+differs where it differs in any reply. Beyond the first token that differs the replies have
+different histories, and nothing is compared; so a share of positions flatters an answer that went
+another way, and is made of the positions of two routes alone.
 """
 
 from __future__ import annotations
@@ -64,6 +66,12 @@ SPARE_SLOTS_MAX = 0.05
 
 #: Prompt tokens that even an empty prompt cache gives: the token that begins every sequence.
 COLD_TOKENS_MAX = 1
+
+#: What to try where a server takes prompts from a cache that should not have them.
+CACHE_HINT = (
+    "a llama-server that you start yourself needs --cache-ram 0 --no-cache-idle-slots "
+    "--slot-prompt-similarity 0"
+)
 
 _PROBE = "probe"
 _IDENTITY = [*BLOCK, "prompt_index", "round", "copy"]
@@ -282,17 +290,24 @@ def cache_reasons(rows: pd.DataFrame, cache: str) -> list[str]:
     if cache == "warm":
         evaluated = known["prompt_n"].fillna(0)
         wrong = known[(taken == 0) | ((taken <= COLD_TOKENS_MAX) & (evaluated > 1))]
-        wanted = "the prompt from the cache"
     else:
         wrong = known[taken > (0 if cache == "off" else COLD_TOKENS_MAX)]
-        wanted = "nothing from the cache"
     if wrong.empty:
         return []
     row = wrong.iloc[0]
-    return [
-        f"{len(wrong)} of {len(known)} replies with cache {cache} do not show {wanted}: "
-        f"{row['prompt_id']} took {int(row['cache_n'])} tokens from it"
-    ]
+    found = f"({row['prompt_id']}: {_counted(int(row['cache_n']), 'token')})"
+    counted = f"{len(wrong)} of {len(known)} replies"
+    if cache == "warm":
+        return [
+            f"{counted} did not take their prompt from the cache although it should be there "
+            f"{found}"
+        ]
+    held = "should be off" if cache == "off" else "should hold nothing of the prompt"
+    return [f"{counted} took prompt tokens from the cache although it {held} {found}: {CACHE_HINT}"]
+
+
+def _counted(n: int, name: str) -> str:
+    return f"{n} {name}" if n == 1 else f"{n} {name}s"
 
 
 def prefill_reasons(probes: pd.DataFrame, prefill: str) -> list[str]:

@@ -371,7 +371,8 @@ class Server:
         self.proof = StopProof(
             exit_code=self._process.exit_code,
             needed_kill=needed_kill,
-            port_free=_port_comes_free(host, port),
+            # who listens when all of its processes are gone is somebody else, given the port anew
+            port_free=_port_comes_free(host, port) or not left,
             n_strays=self._process.n_strays,
             n_processes_left=left,
             device_memory_free=self._memory_free(),

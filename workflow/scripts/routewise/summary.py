@@ -23,45 +23,52 @@ _PLAIN_WIDTH = 124
 
 @dataclass(frozen=True)
 class Gate:
-    """What stands against a receipt: contrary verdicts, things not measured, and mere notes."""
+    """What stands against a receipt.
+
+    Contrary verdicts, verdicts that cannot be believed, things not measured, and mere notes.
+    """
 
     contrary: Sequence[str]
+    unbelieved: Sequence[str]
     unmeasured: Sequence[str]
     notes: Sequence[str]
 
     @property
     def exit_code(self) -> int:
-        """1 where a verdict is contrary to the study, else 2 where one is missing, else 0."""
+        """1 where a verdict is contrary to the study, else 2 where one is no evidence, else 0."""
         if self.contrary:
             return EXIT_DIFFERS
-        return EXIT_NOT_MEASURED if self.unmeasured else EXIT_AS_CLAIMED
+        missing = [*self.unbelieved, *self.unmeasured]
+        return EXIT_NOT_MEASURED if missing else EXIT_AS_CLAIMED
 
 
 def gate_of(receipt: Mapping[str, Any]) -> Gate:
     """Hold a receipt against what its study expects.
 
     A verdict of ``exact`` or ``differs`` that is not the expected one is contrary; so is a control
-    that does not hold. An expected one that could not be seen, anything invalid, a price without
-    a valid sample, and a receipt that says nothing are unmeasured. A control of which nothing is
-    expected that could not be seen is a note. A price with too few quiet
+    that does not hold. Anything invalid cannot be believed. An expected one that could not be seen,
+    a price without a valid sample, and a receipt that says nothing are unmeasured. A control of
+    which nothing is expected that could not be seen is a note. A price with too few quiet
     samples, and an exact verdict that the build itself qualifies, are notes.
     """
     contrary: list[str] = []
+    unbelieved: list[str] = []
     unmeasured: list[str] = []
     notes: list[str] = []
     for kind in ("control", "claim"):
         for entry in receipt[f"{kind}s"]:
             verdict = entry["verdict"]
             why = f": {entry['reasons'][0]}" if entry["reasons"] else ""
-            line = (
-                f"{kind} {entry['id']}: {verdict}, expected {entry['expected'] or 'nothing'}{why}"
-            )
+            wanted = f", expected {entry['expected']}" if entry["expected"] else ""
+            line = f"{kind} {entry['id']}: {verdict}{wanted}{why}"
             if verdict in (EXACT, DIFFERS):
                 if entry["as_expected"] is False:
                     contrary.append(line)
             elif kind == "control" and entry["expected"] is None:
                 notes.append(line)  # it is read beside claims, and none of them rests on it
-            elif verdict in (INVALID, UNOBSERVABLE) or entry["expected"] is not None:
+            elif verdict == INVALID:
+                unbelieved.append(line)
+            elif verdict == UNOBSERVABLE or entry["expected"] is not None:
                 unmeasured.append(line)
             if verdict == EXACT and entry["uncovered"]:
                 notes.append(f"{kind} {entry['id']}: exact, but uncovered: {entry['uncovered']}")
@@ -77,7 +84,7 @@ def gate_of(receipt: Mapping[str, Any]) -> Gate:
         (notes if known else unmeasured).append(f"price {route} {model} width {listed}: {note}")
     if not receipt["claims"] and not receipt["price"]:
         unmeasured.append("the receipt makes no claim and quotes no price")
-    return Gate(contrary, unmeasured, notes)
+    return Gate(contrary, unbelieved, unmeasured, notes)
 
 
 def claims_table(entries: Iterable[Mapping[str, Any]], kind: str, whole_names: bool) -> Table:
@@ -92,13 +99,13 @@ def serving_table(entries: Iterable[Mapping[str, Any]], sweep: str, whole_names:
     """Return the claims of one serving sweep as a table, with what the sweep is asked for.
 
     ``repeat``: equal pairs, also across server lives, and states a prompt (mean/most, and the mean
-    estimate). ``batched``: replies with the solo answer, states a prompt, slots busy in a pass.
-    ``agree``: tokens that match, logprobs with the same bits, the largest |Δ logprob|, slots busy.
+    estimate). ``batched``: replies as alone, states a prompt, slots busy a pass. ``agree``: tokens
+    and bits equal, of common positions, the largest |Δ logprob|, slots busy a pass.
     """
     columns = {
         "repeat": ("equal pairs", "across lives", "states a prompt"),
-        "batched": ("as solo", "states a prompt", "busy"),
-        "agree": ("tokens", "bits", "|Δ| max", "busy"),
+        "batched": ("as alone", "states a prompt", "slots busy\na pass"),
+        "agree": ("tokens\nequal", "bits\nequal", "|Δ| max", "slots busy\na pass"),
     }[sweep]
 
     def shown(entry: Mapping[str, Any]) -> list[str]:
@@ -216,28 +223,49 @@ def where_to_look(entry: Mapping[str, Any]) -> str:
     if worst and worst["logit_delta_max"] is not None:
         parts.append(f"Δ ≤ {worst['logit_delta_max']:.3g}")
     if flips:
-        parts.append(f"{flips} flips")
+        parts.append(counted(flips, "flip"))
     if entry["uncovered"]:
         parts.append(f"uncovered: {entry['uncovered']}")
     return ", ".join(parts)
 
 
 def _serving_places(entry: Mapping[str, Any]) -> list[str]:
-    """Return where replies first differ, by how much at worst, and what a pair's margins were."""
-    first, worst = entry["first_difference"], entry["worst"]
+    """Return where bits and tokens first differ, and by how much a logprob does at worst.
+
+    A pair's margins are those at the first other token, and stand beside it.
+    """
+    first, worst = entry["first_difference"] or {}, entry["worst"]
+    apart = first.get("divergence")
     parts = []
-    if first:
-        position = first.get("position")
-        place = "text" if position is None else f"token {position}"
-        parts.append(f"{place} {first['prompt_id']}")
+    if first and first.get("position") is None:
+        parts.append(f"other text: {first['prompt_id']}")
+    elif first and not first["token_differs"]:
+        parts.append(f"first other bits: token {first['position']} of {first['prompt_id']}")
+    elif first and not apart:
+        unit = "byte" if entry["observable"] == "text" else "token"
+        parts.append(f"first other {unit}: {first['position']} of {first['prompt_id']}")
     if worst and worst.get("dlogp_max") is not None:
         parts.append(f"Δ ≤ {worst['dlogp_max']:.3g}")
     if entry["n"].get("flips"):
-        parts.append(f"{entry['n']['flips']} flips")
-    apart = (first or {}).get("divergence")
-    if apart and None not in (apart["margin_a"], apart["margin_b"]):
-        parts.append(f"margins {apart['margin_a']:.2g} and {apart['margin_b']:.2g}")
+        parts.append(counted(entry["n"]["flips"], "flip"))
+    if apart:
+        parts.append(f"first other token: {divergence_text(apart)}")
     return parts
+
+
+def divergence_text(apart: Mapping[str, Any]) -> str:
+    """Return where two routes first choose another token, with both top-two margins there."""
+    place = f"{apart['position']} of {apart['prompt_id']}"
+    margins = [apart[f"margin_{side}"] for side in ("a", "b")]
+    if all(margin is None for margin in margins):
+        return place
+    told = " and ".join("unknown" if one is None else f"{one:.2g}" for one in margins)
+    return f"{place}, margins {told}"
+
+
+def counted(n: int, name: str, plural: str | None = None) -> str:
+    """Return a number with its noun: ``1 flip``, ``3 flips``."""
+    return f"{n} {name if n == 1 else plural or name + 's'}"
 
 
 def closing_line(receipt: Mapping[str, Any], where: str) -> str:
@@ -294,6 +322,7 @@ def gate_lines(gate: Gate) -> list[str]:
     """Return what stands against a receipt, one line each, the worst first."""
     return [
         *[f"not as expected: {line}" for line in gate.contrary],
+        *[f"cannot be believed: {line}" for line in gate.unbelieved],
         *[f"could not be measured: {line}" for line in gate.unmeasured],
         *[f"note: {line}" for line in gate.notes],
     ]
