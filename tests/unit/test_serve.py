@@ -107,6 +107,17 @@ def test_what_was_answered_is_not_asked_again(desk: Desk) -> None:
     assert again["serving"]["stops"] == []
 
 
+def test_a_prompt_that_stands_twice_keeps_both_names(desk: Desk) -> None:
+    table = read_table(desk.prompts, "prompts")[0].to_pydict()
+    table["token_ids"] = [[1, 2, 3], [1, 2, 3]]
+    write_table(desk.prompts, "prompts", table_of("prompts", table), {"prompt_set_digest": "d"})
+    for _ in range(2):
+        desk.measure()
+        rows = read_table(desk.folder / f"cell{desk.n_runs}.parquet", "replies")[0].to_pylist()
+        assert [row["prompt_id"] for row in rows] == ["a", "a", "b", "b"]
+    assert desk.n_stored == 1
+
+
 def test_a_block_more_is_the_one_that_is_asked(desk: Desk) -> None:
     desk.measure()
     desk.blocks = (SOLO, replace(SOLO, life=1))

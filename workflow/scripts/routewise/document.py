@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from routewise.summary import SERVING, busy_text, closing_line, states_text, where_to_look
-from routewise.verdict import DIFFERS_SOMEWHERE, EXACT
+from routewise.agree import PUBLISHED_DLOGP_MAX, PUBLISHED_DLOGP_MEAN
+from routewise.summary import (
+    SERVING,
+    busy_text,
+    closing_line,
+    counted,
+    divergence_text,
+    states_text,
+    where_to_look,
+)
+from routewise.verdict import (
+    DIFFERS,
+    DIFFERS_SOMEWHERE,
+    EXACT,
+    INVALID,
+    UNOBSERVABLE,
+    UNSUPPORTED,
+)
 
 FIGURES = {
     "delta_by_position": "Largest logit difference by KV position and width",
@@ -37,6 +55,7 @@ def receipt_markdown(receipt: Mapping[str, Any]) -> str:
     sections = [
         f"# Receipt of the study `{receipt['study']}`",
         closing_line(receipt, "receipt.json") + ".",
+        *_promises(receipt),
         *_verdicts(receipt),
         *_repetition(receipt),
         *_batches(receipt),
@@ -89,18 +108,24 @@ def _verdict(entry: Mapping[str, Any]) -> str:
     return f"**{entry['verdict']}**{qualified}"
 
 
-def _entries(entries: Iterable[Mapping[str, Any]], kind: str) -> str:
+def _entries(entries: Sequence[Mapping[str, Any]], kind: str) -> str:
+    """Return claims or controls as a table.
+
+    Where a request was asked for again its replies are counted, and not their positions: those
+    behind the first other token were never compared, and would count as unmoved.
+    """
+    by_reply = any("compared_replies" in entry["n"] for entry in entries)
+    compared = "compared" if by_reply else "positions"
     return _table(
-        (kind, "verdict", "expected", "positions", "differing", "share, 95 %", "flips", "where"),
+        (kind, "verdict", "expected", compared, "differing", "share, 95 %", "flips", "where"),
         (
             (
                 f"`{entry['id']}`",
                 _verdict(entry),
                 _expected(entry),
-                entry["n"]["positions"],
-                entry["n"]["differing"],
+                *_compared(entry["n"], name_unit=by_reply),
                 _bound(entry),
-                entry["n"].get("flips"),
+                None if "compared_replies" in entry["n"] else entry["n"].get("flips"),
                 where_to_look(entry) or None,
             )
             for entry in entries
@@ -108,12 +133,19 @@ def _entries(entries: Iterable[Mapping[str, Any]], kind: str) -> str:
     )
 
 
+def _compared(n: Mapping[str, int], *, name_unit: bool) -> tuple[str | int, int]:
+    """Return how many replies or positions were compared, and how many of them differ."""
+    if "compared_replies" in n:
+        return counted(n["compared_replies"], "reply", "replies"), n["differing_replies"]
+    positions = n["positions"]
+    return counted(positions, "position") if name_unit else positions, n["differing"]
+
+
 def _verdicts(receipt: Mapping[str, Any]) -> list[str]:
     if not receipt["claims"]:
         return ["## Verdicts", "This study makes no claim."]
-    observables = sorted({claim["observable"] for claim in receipt["claims"]})
     text = (
-        f"Compared were {' and '.join(observables)}, bit by bit. Only `exact` is a pass; what is "
+        f"{_what_was_compared(receipt['claims'])} Only `exact` is a pass; what is "
         "`invalid` is in no count. A share with ≤ is the one-sided bound for none seen, one in "
         "brackets is Clopper and Pearson's; both take positions as independent."
     )
@@ -127,6 +159,17 @@ def _verdicts(receipt: Mapping[str, Any]) -> list[str]:
     return ["## Verdicts", text, _entries(receipt["claims"], "claim")]
 
 
+def _what_was_compared(claims: Sequence[Mapping[str, Any]]) -> str:
+    observables = sorted({claim["observable"] for claim in claims})
+    if observables == ["logits"]:
+        return "Compared were logits, bit by bit."
+    names = {"chosen logprob": "logprobs of the chosen tokens"}
+    listed = [names.get(name, name) for name in observables]
+    *most, last = listed
+    joined = f"{', '.join(most)} and {last}" if most else last
+    return f"What was compared, bit by bit: {joined}; each claim names its own."
+
+
 def _claims(receipt: Mapping[str, Any], sweep: str) -> list[Mapping[str, Any]]:
     return [claim for claim in receipt["claims"] if claim["sweep"] == sweep]
 
@@ -137,14 +180,125 @@ def _name(claim: Mapping[str, Any]) -> str:
 
 
 def _statements(claims: Sequence[Mapping[str, Any]]) -> str:
-    """Return what claims say, each sentence once with the claims that say it counted."""
-    counted: dict[str, int] = {}
+    """Return what claims ask, each sentence once, and in how many of them it holds."""
+    found: dict[str, Counter[str]] = {}
     for claim in claims:
-        counted[claim["statement"]] = counted.get(claim["statement"], 0) + 1
+        # how full the passes were stands in the table, and differs in each claim
+        statement = re.sub(r" \(on average [^)]*\)$", "", claim["statement"])
+        found.setdefault(statement, Counter())[claim["verdict"]] += 1
     return "\n".join(
-        f"- {statement}" + (f" ({n} claims)" if n > 1 else "") + "."
-        for statement, n in counted.items()
+        f"- {_outcome(verdicts)}: {statement}." for statement, verdicts in found.items()
     )
+
+
+def _outcome(verdicts: Counter[str]) -> str:
+    """Return in how many claims a sentence holds, and what it is in the others."""
+    n = verdicts.total()
+    others = [
+        f"{'differs' if verdict == DIFFERS else f'is {verdict}'} in {verdicts[verdict]}"
+        for verdict in (DIFFERS, INVALID, UNOBSERVABLE, UNSUPPORTED)
+        if verdicts[verdict]
+    ]
+    return ", ".join([f"**holds in {verdicts[EXACT]} of {n}**", *others])
+
+
+# ---------------------------------------------------------------------------------------- promises
+
+
+def _promises(receipt: Mapping[str, Any]) -> list[str]:
+    """Return what each route's server can promise, from its exact claims alone."""
+    claims = [claim for claim in receipt["claims"] if claim["sweep"] in SERVING]
+    if not claims:
+        return []
+    text = (
+        "A promise is what was `exact` here, in the observable and the number of replies named; it "
+        "holds within the [scope](#scope) alone. Of what differs the measure stands beside it, and "
+        "is no promise."
+    )
+    lines = []
+    for route, model in dict.fromkeys((claim["route"], claim["model"]) for claim in claims):
+        mine = [claim for claim in claims if (claim["route"], claim["model"]) == (route, model)]
+        parts = [
+            f"{title}: {_promise([claim for claim in mine if claim['sweep'] == sweep], told)}"
+            for sweep, title, told in (
+                ("repeat", "asked again alone", _repeated),
+                ("batched", "beside others", _beside),
+                ("agree", "the two against each other", _apart),
+            )
+            if any(claim["sweep"] == sweep for claim in mine)
+        ]
+        named = " and ".join(f"`{name}`" for name in route.split("|"))
+        lines.append(f"- {named}, `{model}`: " + "; ".join(parts) + ".")
+    return ["## What this server can promise", text, "\n".join(lines)]
+
+
+def _promise(claims: Sequence[Mapping[str, Any]], told: Callable[[Mapping[str, Any]], str]) -> str:
+    """Return the exact claims of one sweep as promises, then what the others are instead."""
+    promised: dict[str, list[str]] = {}
+    others = []
+    for claim in claims:
+        name = f"`{claim['id'].rsplit('/', 1)[-1]}`"
+        if claim["verdict"] == EXACT:
+            promised.setdefault(claim["observable"], []).append(f"{name} ({told(claim)})")
+        elif claim["verdict"] == DIFFERS:
+            others.append(f"{name} differs ({told(claim)})")
+        else:
+            others.append(f"{name} is {claim['verdict']}")
+    parts = [
+        f"**promised, same {observable}**: {', '.join(listed)}"
+        for observable, listed in promised.items()
+    ] or ["**no promise**"]
+    return "; ".join(
+        parts + ([f"no promise: {', '.join(others)}"] if others and promised else others)
+    )
+
+
+def _repeated(claim: Mapping[str, Any]) -> str:
+    """Return how often a request was asked again, and whether also after a restart."""
+    n = claim["n"]
+    across = n.get("pairs_across_lives", 0)
+    if claim["verdict"] == EXACT:
+        lives = len(claim["scope"].get("lives") or [])
+        restart = f"across {lives} starts" if across or lives > 1 else "one start alone"
+        return f"{_asked(n)}, {restart}"
+    told = f"{n.get('differing_pairs', 0)} of {counted(n.get('pairs', 0), 'pair')} differ"
+    if across:
+        told += f", {n['differing_across_lives']} of {across} across starts"
+    return f"{told}, {_asked(n)}"
+
+
+def _beside(claim: Mapping[str, Any]) -> str:
+    """Return how many replies had company, and where they differ how many answers there are."""
+    n = claim["n"]
+    states = claim["measures"].get("states")
+    if claim["verdict"] == EXACT or not states:
+        return _asked(n)
+    alone = n["replies"] - n["differing_replies"]
+    return (
+        f"{alone} of {n['replies']} replies as alone, {states['observed_mean']:.3g} answers a "
+        f"prompt (most {states['observed_max']:.3g}), the commonest in "
+        f"{states['modal_share_mean']:.0%} of replies"
+    )
+
+
+def _apart(claim: Mapping[str, Any]) -> str:
+    """Return how many replies two routes were compared in, and how far they are apart."""
+    n = claim["n"]
+    score = (claim["measures"].get("agreement") or {}).get("all") or {}
+    told = f"{_asked(n)}, {counted(n['positions'], 'common position')}"
+    if claim["verdict"] == EXACT or not score:
+        return told
+    shares = [
+        f"{_share(score[key])} of {name} equal"
+        for key, name in (("match_share_common", "tokens"), ("exact_share", "bits"))
+        if score.get(key) is not None
+    ]
+    return ", ".join([*shares, told])
+
+
+def _asked(n: Mapping[str, int]) -> str:
+    replies = counted(n.get("replies", 0), "reply", "replies")
+    return f"n = {replies} to {counted(n['prompts'], 'prompt')}"
 
 
 def _share(value: float | None, digits: int = 1) -> str | None:
@@ -207,16 +361,16 @@ def _batches(receipt: Mapping[str, Any]) -> list[str]:
         }
     )
     text = (
-        "Each reply in company against the solo answer to its request: how many have its state, "
+        "Each reply in company against the answer alone to its request: how many are as alone, "
         "how far logprobs are apart where all tokens so far are equal, and the share of positions "
-        "that keep the solo token, over the first tokens and over all. States are distinct answers "
-        "a prompt (mean/most, in brackets Chao's estimate), modal is the share of replies in the "
-        "commonest. Busy is the witness: slots busy in a pass, mean and least of the rounds, "
-        "beside the width."
+        "that keep the token of the answer alone, over the first tokens and over all. States are "
+        "distinct answers a prompt (mean/most, in brackets Chao's estimate), modal is the share of "
+        "replies in the commonest. The witness is slots busy a pass, mean and least of the rounds, "
+        "beside the width; release is the time between a round's first request and its last."
     )
     header = (
         "batched",
-        "as solo",
+        "as alone",
         "mean Δ logprob",
         "max",
         *(f"kept, first {length}" for length in lengths),
@@ -225,8 +379,8 @@ def _batches(receipt: Mapping[str, Any]) -> list[str]:
         "modal",
         "equal to the round before",
         "equal pairs",
-        "busy (least)",
-        "release, ms",
+        "slots busy a pass (least)",
+        "release, ms (largest)",
     )
     rows = ((_name(claim), *_batched_cells(claim, lengths)) for claim in claims)
     return ["## Batches", text, _table(header, rows), _statements(claims)]
@@ -264,25 +418,26 @@ def _agreement(receipt: Mapping[str, Any]) -> list[str]:
         return []
     text = (
         "Two routes asked the same. Common positions are those up to and with the first token that "
-        "differs; distances are over common positions with the same token, once over all replies "
-        "and, where it is not all of them, over those with the same stream on both routes. KL is "
-        "approximate, from the top lists. No gate decides a verdict here."
+        "differs. Tokens equal is a share of them; bits equal is one of those where both have a "
+        "logprob of the same token. Distances are over common positions with the same token, once "
+        "over all replies and, where it is not all of them, over those with all tokens equal. KL is approximate, from the top lists. The published gates are a largest "
+        f"Δ logprob of {PUBLISHED_DLOGP_MAX:g} and a mean one of {PUBLISHED_DLOGP_MEAN:g}; no gate "
+        "decides a verdict here."
     )
     header = (
         "agree",
         "replies",
-        "same stream",
-        "positions",
-        "common",
-        "tokens match",
-        "same bits",
+        "all tokens equal",
+        "common positions",
+        "tokens equal",
+        "bits equal",
         "Δ logprob max",
         "mean",
         "median",
         "p99",
         "KL, nats",
-        "first divergence",
-        "busy",
+        "first other token",
+        "slots busy a pass",
     )
     rows = []
     for claim in claims:
@@ -290,7 +445,7 @@ def _agreement(receipt: Mapping[str, Any]) -> list[str]:
         busy = (claim["measures"].get("witness") or {}).values()
         for part, score in (
             ("", agreement.get("all")),
-            (", same stream", agreement.get("same_stream")),
+            (", all tokens equal", agreement.get("same_stream")),
         ):
             if score and (not part or 0 < score["n_replies"] < agreement["all"]["n_replies"]):
                 first = None if part else _divergence(claim)
@@ -303,9 +458,8 @@ def _agree_cells(score: Mapping[str, Any]) -> list[Any]:
     return [
         score["n_replies"],
         score["n_same_stream"],
-        score["n_positions"],
         score["n_common"],
-        _share(score["match_share"]),
+        _share(score["match_share_common"]),
         _share(score["exact_share"]),
         *(_size(score[f"dlogp_{name}"]) for name in ("max", "mean", "median", "p99")),
         _size(score["kl_mean_nats"]),
@@ -315,13 +469,7 @@ def _agree_cells(score: Mapping[str, Any]) -> list[Any]:
 def _divergence(claim: Mapping[str, Any]) -> str | None:
     """Return where two routes first choose another token, with both top-two margins."""
     apart = (claim["first_difference"] or {}).get("divergence")
-    if not apart:
-        return None
-    margins = " and ".join(
-        "unknown" if apart[f"margin_{side}"] is None else f"{apart[f'margin_{side}']:.3g}"
-        for side in ("a", "b")
-    )
-    return f"token {apart['position']} of {apart['prompt_id']}, margins {margins}"
+    return divergence_text(apart) if apart else None
 
 
 def _dispatch(receipt: Mapping[str, Any]) -> list[str]:
@@ -355,7 +503,8 @@ def _controls(receipt: Mapping[str, Any]) -> list[str]:
         return []
     text = "Their answers were known in advance. Where one fails, the claims that rest on it are "
     statements = "\n".join(
-        f"- `{control['id']}`: {control['statement']}." for control in receipt["controls"]
+        f"- `{control['id']}`{_held(control)}: {control['statement']}."
+        for control in receipt["controls"]
     )
     return [
         "## Controls",
@@ -363,6 +512,15 @@ def _controls(receipt: Mapping[str, Any]) -> list[str]:
         _entries(receipt["controls"], "control"),
         statements,
     ]
+
+
+def _held(control: Mapping[str, Any]) -> str:
+    """Return whether a control's sentence holds; '' for a replay's that does."""
+    if control["as_expected"] is None:
+        return f", {control['verdict']}"
+    if control["as_expected"]:
+        return "" if control["sweep"] == "replay" else ", holds"
+    return f", does **not** hold ({control['verdict']})"
 
 
 def _figures(figures: Sequence[str]) -> list[str]:
@@ -500,9 +658,11 @@ def _serving_scope(receipt: Mapping[str, Any]) -> list[str]:
                 first.get("weights"),
                 first.get("machine"),
                 first.get("device"),
-                first.get("threads"),
-                _switch(first.get("flash_attention")),
-                first.get("kv_type"),
+                _of_sides(first, "threads", str),
+                _of_sides(first, "flash_attention", _switch),
+                _of_sides(first, "kv_type", str),
+                _of_sides(first, "arguments", _words),
+                _of_sides(first, "env", _variables),
                 _list(scope.get("parallel") for scope in scopes),
                 _list(width for scope in scopes for width in scope.get("widths") or []),
                 f"{min(span['min'] for span in ranges)} to {max(span['max'] for span in ranges)}"
@@ -524,6 +684,8 @@ def _serving_scope(receipt: Mapping[str, Any]) -> list[str]:
         "threads",
         "flash attention",
         "KV type",
+        "arguments or command",
+        "environment",
         "slots",
         "in flight",
         "KV positions",
@@ -533,8 +695,29 @@ def _serving_scope(receipt: Mapping[str, Any]) -> list[str]:
     return [_table(header, rows)]
 
 
-def _switch(value: bool | None) -> str | None:
-    return None if value is None else "on" if value else "off"
+def _switch(value: bool) -> str:
+    return "on" if value else "off"
+
+
+def _words(arguments: Sequence[str]) -> str:
+    return f"`{' '.join(arguments)}`"
+
+
+def _variables(environment: Mapping[str, str]) -> str:
+    return ", ".join(f"`{name}={value}`" for name, value in sorted(environment.items()))
+
+
+def _of_sides(scope: Mapping[str, Any], key: str, show: Callable[[Any], str]) -> str | None:
+    """Return a setting of a route, or of both of a pair with a bar between.
+
+    What a server was never told is a dash, and is not known here.
+    """
+    sides = scope.get("sides")
+    found = [side.get(key) for side in sides.values()] if sides else [scope.get(key)]
+    told = [None if value is None or value in ([], {}) else show(value) for value in found]
+    if all(one is None for one in told):
+        return None
+    return told[0] if len(set(told)) == 1 else "|".join(one or "–" for one in told)
 
 
 def _list(values: Iterable[int | None]) -> str | None:

@@ -513,7 +513,7 @@ def _price_caption(prices: Sequence[Mapping[str, Any]]) -> str:
 
 
 #: Line styles, for what colours and markers do not tell apart.
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)), (0, (9, 3)))
 _MIXES = ("copies", "neighbours", "fillers")
 _PREFILLS = ("together", "apart")
 
@@ -536,18 +536,24 @@ def _n_left_out(replies: pd.DataFrame) -> int:
 
 
 def _panels(
-    rows: pd.DataFrame, width: float, height: float
-) -> tuple[Figure, dict[tuple[str, str], Axes], list[str], list[str]]:
-    """Return a figure with a panel per route (across) and model (down), and these names."""
+    rows: pd.DataFrame, width: float, height: float, prefills: Sequence[str] = ("",)
+) -> tuple[Figure, dict[tuple[str, str, str], Axes], list[str], list[str]]:
+    """Return a figure with a panel per route (across) and model (down), and these names.
+
+    Where ``prefills`` are named each model has a row of panels for each.
+    """
     routes = list(dict.fromkeys(rows["route"]))
     models = list(dict.fromkeys(rows["model"]))
-    figure = _figure(max(5.6, width * len(routes) + 0.6), height * len(models) + 0.9)
-    grid = figure.subplots(len(models), len(routes), sharex=True, sharey=True, squeeze=False)
+    downwards = [(model, prefill) for model in models for prefill in prefills]
+    figure = _figure(max(5.6, width * len(routes) + 0.6), height * len(downwards) + 0.9)
+    grid = figure.subplots(len(downwards), len(routes), sharex=True, sharey=True, squeeze=False)
     axes = {}
-    for down, model in enumerate(models):
+    for down, (model, prefill) in enumerate(downwards):
         for across, route in enumerate(routes):
-            panel = axes[(route, model)] = grid[down, across]
-            panel.set_title(route if len(models) == 1 else f"{route}, {model}", loc="left")
+            panel = axes[(route, model, prefill)] = grid[down, across]
+            named = [route] if len(models) == 1 else [route, model]
+            named += [f"prefilled {prefill}"] if prefill else []
+            panel.set_title(", ".join(named), loc="left")
             panel.grid(axis="y", color="0.9", linewidth=0.6)
     sns.despine(figure)
     return figure, axes, routes, models
@@ -576,7 +582,7 @@ def draw_states_by_width(replies: pd.DataFrame, study: Mapping[str, Any]) -> Fig
     with _styled():
         figure, axes, routes, models = _panels(rows, 0.9 + 0.55 * len(places), 2.7)
         n_series = len(mixes) * len(_PREFILLS)
-        for (route, model), panel in axes.items():
+        for (route, model, _), panel in axes.items():
             mine = found[(found["route"] == route) & (found["model"] == model)]
             for record in mine.to_dict("records"):
                 series = mixes.index(record["mix"]) * 2 + _PREFILLS.index(record["prefill"])
@@ -664,10 +670,11 @@ def _point(colour: str, marker: str, label: str, hollow: bool = False) -> Line2D
 
 
 def draw_solo_token_kept(replies: pd.DataFrame, study: Mapping[str, Any]) -> Figure:
-    """Return a panel per route: how many positions keep the solo token, by length and width.
+    """Return a panel per route and prefill: how many positions keep the token of the answer alone.
 
-    ``replies`` are rows of study_replies. A line is one width in one company, over both prefills;
-    its points are the share over the first 16, 32, … tokens and over all.
+    ``replies`` are rows of study_replies. A line is one width in one company, of one server: one
+    claim of the receipt, which holds the same shares. Its points are the share over the first 16,
+    32, … tokens, as far as replies reach, and over all.
     """
     rows = _batched_probes(replies, study)
     scores = _scores_of_blocks(rows) if len(rows) else []
@@ -675,21 +682,24 @@ def draw_solo_token_kept(replies: pd.DataFrame, study: Mapping[str, Any]) -> Fig
         return _nothing("No request was asked in a batch beside its solo answer.")
     lengths = [n for n in PREFIX_LENGTHS if any(n in score["kept"] for score in scores)]
     ticks: list[int | None] = [*lengths, None]
-    widths = sorted({score["width"] for score in scores})
+    places = sorted({score["place"] for score in scores})
     mixes = [mix for mix in _MIXES if mix in {score["mix"] for score in scores}]
+    prefills = [name for name in _PREFILLS if name in {score["prefill"] for score in scores}]
     with _styled():
-        figure, axes, routes, models = _panels(rows, 3.0, 2.7)
-        for (route, model), panel in axes.items():
-            mine = [one for one in scores if (one["route"], one["model"]) == (route, model)]
+        figure, axes, routes, models = _panels(rows, 3.0, 2.7, prefills)
+        for (route, model, prefill), panel in axes.items():
+            wanted = (route, model, prefill)
+            mine = [one for one in scores if (one["route"], one["model"], one["prefill"]) == wanted]
             for score in mine:
                 known = [place for place, n in enumerate(ticks) if n in score["kept"]]
-                beside = (mixes.index(score["mix"]) - (len(mixes) - 1) / 2) * 0.07
+                mix = mixes.index(score["mix"])
+                beside = (mix - (len(mixes) - 1) / 2) * 0.14
                 panel.plot(
                     [place + beside for place in known],
                     [100 * score["kept"][ticks[place]] for place in known],
-                    color=_colour(widths.index(score["width"])),
-                    marker=_marker(widths.index(score["width"])),
-                    linestyle=_DASHES[mixes.index(score["mix"]) % len(_DASHES)],
+                    color=_colour(mix),
+                    marker=_marker(mix),
+                    linestyle=_DASHES[places.index(score["place"]) % len(_DASHES)],
                     markersize=4.5,
                     linewidth=1.2,
                 )
@@ -697,35 +707,32 @@ def draw_solo_token_kept(replies: pd.DataFrame, study: Mapping[str, Any]) -> Fig
             panel.set_xticks(range(len(ticks)), names)
             panel.set_xlim(-0.3, len(ticks) - 0.7)
             if route == routes[0]:
-                panel.set_ylabel("positions with the solo token (%)")
-            if model == models[-1]:
+                panel.set_ylabel("positions with the\ntoken as alone (%)")
+            if (model, prefill) == (models[-1], prefills[-1]):
                 panel.set_xlabel("tokens of the reply")
         _up_to_hundred(list(axes.values()))
-        handles: list[Artist] = [
+        handles: list[Artist] = [_point(_colour(n), _marker(n), mix) for n, mix in enumerate(mixes)]
+        handles += [
             Line2D(
                 [],
                 [],
-                color=_colour(n),
-                marker=_marker(n),
-                markersize=4.5,
-                label=f"{width} in flight",
+                color="0.35",
+                linestyle=_DASHES[n % len(_DASHES)],
+                label=f"{width} of {slots}",
             )
-            for n, width in enumerate(widths)
+            for n, (slots, width) in enumerate(places)
         ]
-        if len(mixes) > 1:
-            handles += [
-                Line2D([], [], color="0.35", linestyle=_DASHES[n % len(_DASHES)], label=mix)
-                for n, mix in enumerate(mixes)
-            ]
-        figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
+        figure.legend(handles=handles, loc="outside upper right", ncols=min(6, len(handles)))
         n = sum(score["n"] for score in scores)
         prompts = rows["prompt_id"].nunique()
         left_out = _n_left_out(replies)
         note = f"; {left_out:,} invalid replies are not counted" if left_out else ""
         _caption(
             figure,
-            f"n = {n:,} replies in company, {prompts} prompts{note}.\n"
-            "A reply that ends early, or goes on after the solo answer's end, keeps nothing there.",
+            f"n = {n:,} replies in company, {prompts} prompts{note}. "
+            "Lines: requests in flight, of slots.\n"
+            "A reply that ends early, or goes on after the end of the answer alone, keeps nothing "
+            "there;\nfirst tokens that no reply reaches are not drawn.",
         )
         return figure
 
@@ -738,21 +745,25 @@ def _up_to_hundred(panels: Sequence[Axes]) -> None:
 
 
 def _scores_of_blocks(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """Return shares of kept tokens by route, model, width and mix: ``kept`` by prefix length."""
+    """Return shares of kept tokens by block: ``kept`` by prefix length, ``place`` (slots, width).
+
+    A prefix length stands there where a reply and the answer alone reach it.
+    """
     scores = []
-    names = ["route", "model", "width", "mix"]
+    names = ["route", "model", "prefill", "parallel", "width", "mix"]
     company = rows[rows["width"] > 1]
-    for (route, model, width, mix), block in company.groupby(names, sort=True):
+    for key, block in company.groupby(names, sort=True):
+        route, model, prefill, parallel, width, mix = key
         same = rows[(rows["route"] == route) & (rows["model"] == model)]
-        found = []
-        for prefill, replies in block.groupby("prefill"):
-            alone = solo_of(same, str(prefill)).sort_values(
-                ["prompt_index", "life", "round", "copy"], kind="stable"
-            )
-            references = alone.drop_duplicates("prompt_index").set_index("prompt_index", drop=False)
-            for prompt, group in replies.groupby("prompt_index"):
-                if prompt in references.index:
-                    found.append(score_against(references.loc[prompt].to_dict(), group))
+        alone = solo_of(same, str(prefill)).sort_values(
+            ["prompt_index", "life", "round", "copy"], kind="stable"
+        )
+        references = alone.drop_duplicates("prompt_index").set_index("prompt_index", drop=False)
+        found = [
+            score_against(references.loc[prompt].to_dict(), group)
+            for prompt, group in block.groupby("prompt_index")
+            if prompt in references.index
+        ]
         summed = summarise_scores(found)
         if summed is None:
             continue
@@ -765,7 +776,8 @@ def _scores_of_blocks(rows: pd.DataFrame) -> list[dict[str, Any]]:
             {
                 "route": route,
                 "model": model,
-                "width": width,
+                "prefill": prefill,
+                "place": (int(parallel), int(width)),
                 "mix": mix,
                 "kept": kept,
                 "n": summed["replies"],
@@ -778,7 +790,8 @@ def draw_agree_dlogp(agree: pd.DataFrame, study: Mapping[str, Any]) -> Figure:
     """Return how far two routes' logprobs are apart: a curve per pair and width.
 
     ``agree`` are rows of study_agree. A curve says which share of common positions with the same
-    token is at least so far apart. Published gates are drawn as a scale and decide nothing.
+    token is at least so far apart. The published gate on the largest is drawn as a scale and
+    decides nothing; the one on the mean is of no single position, and stands in the caption.
     """
     sweep = study.get("sweeps", {}).get("agree", {})
     two = agree["route"].map(lambda name: len(set(str(name).split("|"))) > 1).astype(bool)
@@ -791,7 +804,7 @@ def draw_agree_dlogp(agree: pd.DataFrame, study: Mapping[str, Any]) -> Figure:
     pairs = sorted(set(counted["route"]), key=lambda name: _pair_place(str(name), sweep))
     variants = sorted(set(counted["variant"]), key=variant_key)
     seen = counted.loc[counted["dlogp"] > 0, "dlogp"].astype(float)
-    low = min(float(seen.min()) if len(seen) else 1e-3, PUBLISHED_DLOGP_MEAN) / 2
+    low = min(float(seen.min()) if len(seen) else 1e-3, PUBLISHED_DLOGP_MAX) / 2
     high = max(float(seen.max()) if len(seen) else 0.1, PUBLISHED_DLOGP_MAX) * 2
     with _styled():
         figure = _figure(7.4, 2.9 * len(models) + 0.8)
@@ -806,22 +819,18 @@ def draw_agree_dlogp(agree: pd.DataFrame, study: Mapping[str, Any]) -> Figure:
                     ]
                     if len(mine):
                         _tail(panel, mine, number, _DASHES[style % len(_DASHES)], low, high)
-            for gate, name in (
-                (PUBLISHED_DLOGP_MEAN, f"mean {PUBLISHED_DLOGP_MEAN:g}"),
-                (PUBLISHED_DLOGP_MAX, f"max {PUBLISHED_DLOGP_MAX:g}"),
-            ):
-                panel.axvline(gate, color="0.5", linewidth=0.8, linestyle=":", zorder=0)
-                panel.annotate(
-                    name,
-                    (gate, 1.0),
-                    xycoords=("data", "axes fraction"),
-                    xytext=(0, 2),
-                    textcoords="offset points",
-                    ha="center",
-                    va="bottom",
-                    fontsize=7,
-                    color="0.4",
-                )
+            panel.axvline(PUBLISHED_DLOGP_MAX, color="0.5", linewidth=0.8, linestyle=":", zorder=0)
+            panel.annotate(
+                f"max {PUBLISHED_DLOGP_MAX:g}",
+                (PUBLISHED_DLOGP_MAX, 1.0),
+                xycoords=("data", "axes fraction"),
+                xytext=(0, 2),
+                textcoords="offset points",
+                ha="center",
+                va="bottom",
+                fontsize=7,
+                color="0.4",
+            )
             panel.set_xscale("log")
             panel.set_xlim(low, high)
             panel.set_ylim(0, 101)
@@ -837,10 +846,20 @@ def draw_agree_dlogp(agree: pd.DataFrame, study: Mapping[str, Any]) -> Figure:
             figure,
             f"n = {len(counted):,} common positions with the same token, "
             f"{counted['prompt_id'].nunique()} prompts; {equal:,} are equal and left of the axis.\n"
-            f"Dotted: gates published with {PUBLISHED_GATES_SOURCE},\n"
-            "their own n not stated: drawn as a scale, no verdict is made from them.",
+            f"Dotted: the largest that was published with {PUBLISHED_GATES_SOURCE},\n"
+            f"a scale that no verdict is made from; the mean published with it, over all positions, "
+            f"is {PUBLISHED_DLOGP_MEAN:g},\n{_means(counted)}. The n behind either was not stated.",
         )
         return figure
+
+
+def _means(counted: pd.DataFrame) -> str:
+    """Return the mean distance of the pair, or from which to which those of all curves go."""
+    means = counted.groupby(["model", "route", "variant"])["dlogp"].mean().astype(float)
+    if len(means) == 1:
+        return f"and the mean here is {means.iloc[0]:.2g}"
+    listed = f"and the means here are {means.min():.2g} to {means.max():.2g}"
+    return f"{listed} (each beside its name)"
 
 
 def _pair_place(pair: str, sweep: Mapping[str, Any]) -> tuple[list[int], str]:
@@ -867,5 +886,6 @@ def _tail(
         color=_colour(number),
         linestyle=style,
         linewidth=1.3,
-        label=f"{pair.replace('|', ' | ')}\n{variant} in flight, n = {n:,}{only}",
+        label=f"{pair.replace('|', ' | ')}\n{variant} in flight, n = {n:,}, "
+        f"mean {values.mean():.2g}{only}",
     )

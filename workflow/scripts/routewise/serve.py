@@ -71,7 +71,10 @@ def measure_serving(cell: ServeCell, inputs: ServeInputs, output: Path) -> None:
         with held_device(cell) as held:
             for life in sorted({fragment.block.life for fragment in job.missing}):
                 job.measure_life(life, held)
-    parts = [job.rows[fragment.key] for fragment in job.fragments]
+    parts = [
+        _placed(job.rows[fragment.key], prompts[fragment.prompt_index])
+        for fragment in job.fragments
+    ]
     rows = pa.concat_tables(parts) if parts else table_of("replies", _no_columns())
     notes = [job.notes[fragment.key] for fragment in job.fragments]
     provenance = serving_provenance(job, started_at, prompt_provenance) | {
@@ -329,11 +332,6 @@ class ServingJob:
         return self.cell.serving.stall_s + slowest_s
 
     def _keep(self, fragment: Fragment, rows: pa.Table, note: dict[str, Any]) -> None:
-        prompt = self.prompts[fragment.prompt_index]
-        for name in ("prompt_index", "prompt_id", "category"):
-            field = rows.schema.field(name)
-            column = pa.array([prompt[name]] * rows.num_rows, field.type)
-            rows = rows.set_column(rows.schema.get_field_index(name), field, column)
         self.rows[fragment.key] = rows.replace_schema_metadata(None)
         self.notes[fragment.key] = note
 
@@ -360,6 +358,15 @@ class ServingJob:
                 for name, value in row.items():
                     columns[name].append(value)
         return table_of("replies", columns)
+
+
+def _placed(rows: pa.Table, prompt: Mapping[str, Any]) -> pa.Table:
+    """Give a fragment's rows the place and name that their prompt has in this set."""
+    for name in ("prompt_index", "prompt_id", "category"):
+        field = rows.schema.field(name)
+        column = pa.array([prompt[name]] * rows.num_rows, field.type)
+        rows = rows.set_column(rows.schema.get_field_index(name), field, column)
+    return rows
 
 
 def _was_shared(block: Block, rounds: Sequence[Asked]) -> bool:

@@ -237,9 +237,9 @@ def _serving_places(entry: Mapping[str, Any]) -> list[str]:
     first, worst = entry["first_difference"] or {}, entry["worst"]
     apart = first.get("divergence")
     parts = []
-    if first and first.get("position") is None:
+    if first and first.get("position") is None and not apart:
         parts.append(f"other text: {first['prompt_id']}")
-    elif first and not first["token_differs"]:
+    elif first.get("token_differs") is False:
         parts.append(f"first other bits: token {first['position']} of {first['prompt_id']}")
     elif first and not apart:
         unit = "byte" if entry["observable"] == "text" else "token"
