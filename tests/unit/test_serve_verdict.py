@@ -145,7 +145,7 @@ def replaced(rows: list[Row], place: int, row: Row) -> list[Row]:
         ([*lives(), lives()[0]], "stand there twice"),
         (lives()[:-1], "2 of 3 rounds"),
         (lives()[:6], "no reply of server life 1"),
-        (lives(cache_n=3), "nothing from the cache"),
+        (lives(cache_n=3), "from the cache although"),
         (lives(busy_per_decode=2.0), "company that was not of their round"),
         (lives(draft_n=5), "decoded with drafts"),
         ([], "holds no replies"),
@@ -566,7 +566,7 @@ def test_width_1_on_more_slots_that_moves_the_answer_differs() -> None:
     ("rows", "reason"),
     [
         ([*solo_block([A], 2, parallel=4), invalid_row("reset", parallel=4, round=2)], "reset"),
-        (solo_block([A], parallel=4, cache_n=9, prompt_n=11), "nothing from the cache"),
+        (solo_block([A], parallel=4, cache_n=9, prompt_n=11), "from the cache although"),
         (solo_block([A], parallel=4, prefill="apart"), "not prefilled apart"),
         (solo_block([A], 2, parallel=4), "2 of 3 rounds"),
         (solo_block([A], parallel=4, busy_per_decode=1.5), "company that was not of their round"),

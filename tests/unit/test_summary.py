@@ -145,9 +145,10 @@ def test_the_scripts_draw_what_was_served(tmp_path: Path, monkeypatch: pytest.Mo
         ("solo_token_kept", "replies"),
         ("agree_dlogp", "agree"),
     ):
-        script = SCRIPTS / f"draw_{name}.py"
+        script = SCRIPTS / "draw_figure.py"
         svg, png = (tmp_path / "figures" / f"{name}.{suffix}" for suffix in ("svg", "png"))
-        arguments = [f"--{table}", tables / f"{table}.parquet", "--svg", svg, "--png", png]
+        arguments = ["--name", name, "--table", tables / f"{table}.parquet"]
+        arguments += ["--svg", svg, "--png", png]
         monkeypatch.setattr(sys, "argv", [str(script), *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(str(script), run_name="__main__")

@@ -194,6 +194,10 @@ def _statements(claims: Sequence[Mapping[str, Any]]) -> str:
 def _outcome(verdicts: Counter[str]) -> str:
     """Return in how many claims a sentence holds, and what it is in the others."""
     n = verdicts.total()
+    if n == 1:
+        (verdict,) = verdicts
+        words = {EXACT: "holds", DIFFERS: "differs"}
+        return f"**{words.get(verdict, f'is {verdict}')}**"
     others = [
         f"{'differs' if verdict == DIFFERS else f'is {verdict}'} in {verdicts[verdict]}"
         for verdict in (DIFFERS, INVALID, UNOBSERVABLE, UNSUPPORTED)
@@ -218,39 +222,42 @@ def _promises(receipt: Mapping[str, Any]) -> list[str]:
     lines = []
     for route, model in dict.fromkeys((claim["route"], claim["model"]) for claim in claims):
         mine = [claim for claim in claims if (claim["route"], claim["model"]) == (route, model)]
-        parts = [
-            f"{title}: {_promise([claim for claim in mine if claim['sweep'] == sweep], told)}"
-            for sweep, title, told in (
-                ("repeat", "asked again alone", _repeated),
-                ("batched", "beside others", _beside),
-                ("agree", "the two against each other", _apart),
-            )
-            if any(claim["sweep"] == sweep for claim in mine)
-        ]
         named = " and ".join(f"`{name}`" for name in route.split("|"))
-        lines.append(f"- {named}, `{model}`: " + "; ".join(parts) + ".")
+        lines.append(f"- {named}, `{model}`")
+        for sweep, title, told in (
+            ("repeat", "asked again alone, by prompt cache", _repeated),
+            ("batched", "beside others", _beside),
+            ("agree", "against each other", _apart),
+        ):
+            if asked := [claim for claim in mine if claim["sweep"] == sweep]:
+                lines.append(f"  - {title}: {_promise(asked, told)}.")
     return ["## What this server can promise", text, "\n".join(lines)]
 
 
 def _promise(claims: Sequence[Mapping[str, Any]], told: Callable[[Mapping[str, Any]], str]) -> str:
     """Return the exact claims of one sweep as promises, then what the others are instead."""
-    promised: dict[str, list[str]] = {}
-    others = []
+    promised: dict[tuple[str, str], list[str]] = {}
+    others: dict[tuple[str, str], list[str]] = {}
     for claim in claims:
         name = f"`{claim['id'].rsplit('/', 1)[-1]}`"
         if claim["verdict"] == EXACT:
-            promised.setdefault(claim["observable"], []).append(f"{name} ({told(claim)})")
-        elif claim["verdict"] == DIFFERS:
-            others.append(f"{name} differs ({told(claim)})")
+            promised.setdefault((claim["observable"], told(claim)), []).append(name)
         else:
-            others.append(f"{name} is {claim['verdict']}")
+            detail = told(claim) if claim["verdict"] == DIFFERS else ""
+            others.setdefault((claim["verdict"], detail), []).append(name)
     parts = [
-        f"**promised, same {observable}**: {', '.join(listed)}"
-        for observable, listed in promised.items()
-    ] or ["**no promise**"]
-    return "; ".join(
-        parts + ([f"no promise: {', '.join(others)}"] if others and promised else others)
-    )
+        f"**promised, the same {observable}**: {', '.join(names)} ({detail}{_each(names)})"
+        for (observable, detail), names in promised.items()
+    ]
+    rest = [
+        f"{', '.join(names)} {verdict}" + (f" ({detail}{_each(names)})" if detail else "")
+        for (verdict, detail), names in others.items()
+    ]
+    return "; ".join([*parts, *([f"**no promise**: {'; '.join(rest)}"] if rest else [])])
+
+
+def _each(names: Sequence[str]) -> str:
+    return ", each" if len(names) > 1 else ""
 
 
 def _repeated(claim: Mapping[str, Any]) -> str:
@@ -285,7 +292,7 @@ def _apart(claim: Mapping[str, Any]) -> str:
     """Return how many replies two routes were compared in, and how far they are apart."""
     n = claim["n"]
     score = (claim["measures"].get("agreement") or {}).get("all") or {}
-    told = f"{_asked(n)}, {counted(n['positions'], 'common position')}"
+    told = f"{_asked(n)}, {counted(score.get('n_common', 0), 'common position')}"
     if claim["verdict"] == EXACT or not score:
         return told
     shares = [
@@ -418,10 +425,11 @@ def _agreement(receipt: Mapping[str, Any]) -> list[str]:
         return []
     text = (
         "Two routes asked the same. Common positions are those up to and with the first token that "
-        "differs. Tokens equal is a share of them; bits equal is one of those where both have a "
-        "logprob of the same token. Distances are over common positions with the same token, once "
-        "over all replies and, where it is not all of them, over those with all tokens equal. KL is approximate, from the top lists. The published gates are a largest "
-        f"Δ logprob of {PUBLISHED_DLOGP_MAX:g} and a mean one of {PUBLISHED_DLOGP_MEAN:g}; no gate "
+        "differs. Tokens equal is a share of them, bits equal one of those where both routes have "
+        "a logprob. Distances are over common positions with the same token, once over all replies "
+        "and, where it is not all of them, over those with all tokens equal. KL is approximate, "
+        "from the top lists. The published gates are a largest Δ logprob of "
+        f"{PUBLISHED_DLOGP_MAX:g} and a mean one of {PUBLISHED_DLOGP_MEAN:g}; no gate "
         "decides a verdict here."
     )
     header = (

@@ -752,8 +752,7 @@ def _scores_of_blocks(rows: pd.DataFrame) -> list[dict[str, Any]]:
     scores = []
     names = ["route", "model", "prefill", "parallel", "width", "mix"]
     company = rows[rows["width"] > 1]
-    for key, block in company.groupby(names, sort=True):
-        route, model, prefill, parallel, width, mix = key
+    for (route, model, prefill, slots, width, mix), block in company.groupby(names, sort=True):
         same = rows[(rows["route"] == route) & (rows["model"] == model)]
         alone = solo_of(same, str(prefill)).sort_values(
             ["prompt_index", "life", "round", "copy"], kind="stable"
@@ -777,7 +776,7 @@ def _scores_of_blocks(rows: pd.DataFrame) -> list[dict[str, Any]]:
                 "route": route,
                 "model": model,
                 "prefill": prefill,
-                "place": (int(parallel), int(width)),
+                "place": (slots, width),
                 "mix": mix,
                 "kept": kept,
                 "n": summed["replies"],
@@ -804,8 +803,9 @@ def draw_agree_dlogp(agree: pd.DataFrame, study: Mapping[str, Any]) -> Figure:
     pairs = sorted(set(counted["route"]), key=lambda name: _pair_place(str(name), sweep))
     variants = sorted(set(counted["variant"]), key=variant_key)
     seen = counted.loc[counted["dlogp"] > 0, "dlogp"].astype(float)
-    low = min(float(seen.min()) if len(seen) else 1e-3, PUBLISHED_DLOGP_MAX) / 2
-    high = max(float(seen.max()) if len(seen) else 0.1, PUBLISHED_DLOGP_MAX) * 2
+    low = min(float(seen.min()) if len(seen) else 1e-3, PUBLISHED_DLOGP_MAX)
+    high = max(float(seen.max()) if len(seen) else 0.1, PUBLISHED_DLOGP_MAX)
+    low, high = (10.0 ** np.floor(np.log10(low / 1.1)), 10.0 ** np.ceil(np.log10(high * 1.1)))
     with _styled():
         figure = _figure(7.4, 2.9 * len(models) + 0.8)
         panels = figure.subplots(len(models), 1, sharex=True, squeeze=False)[:, 0]
@@ -833,6 +833,7 @@ def draw_agree_dlogp(agree: pd.DataFrame, study: Mapping[str, Any]) -> Figure:
             )
             panel.set_xscale("log")
             panel.set_xlim(low, high)
+            panel.xaxis.set_minor_formatter(NullFormatter())
             panel.set_ylim(0, 101)
             panel.set_ylabel("positions at least so far apart (%)")
             panel.grid(axis="y", color="0.9", linewidth=0.6)
@@ -846,9 +847,10 @@ def draw_agree_dlogp(agree: pd.DataFrame, study: Mapping[str, Any]) -> Figure:
             figure,
             f"n = {len(counted):,} common positions with the same token, "
             f"{counted['prompt_id'].nunique()} prompts; {equal:,} are equal and left of the axis.\n"
-            f"Dotted: the largest that was published with {PUBLISHED_GATES_SOURCE},\n"
-            f"a scale that no verdict is made from; the mean published with it, over all positions, "
-            f"is {PUBLISHED_DLOGP_MEAN:g},\n{_means(counted)}. The n behind either was not stated.",
+            f"Dotted: the largest published with {PUBLISHED_GATES_SOURCE},\n"
+            "its own n not stated: a scale, no verdict is made from it. The published mean, "
+            f"{PUBLISHED_DLOGP_MEAN:g}, is of a pair\nand of no position, and is not drawn: "
+            f"{_means(counted)}.",
         )
         return figure
 
@@ -857,8 +859,8 @@ def _means(counted: pd.DataFrame) -> str:
     """Return the mean distance of the pair, or from which to which those of all curves go."""
     means = counted.groupby(["model", "route", "variant"])["dlogp"].mean().astype(float)
     if len(means) == 1:
-        return f"and the mean here is {means.iloc[0]:.2g}"
-    listed = f"and the means here are {means.min():.2g} to {means.max():.2g}"
+        return f"the mean here is {means.iloc[0]:.2g}"
+    listed = f"the means here are {means.min():.2g} to {means.max():.2g}"
     return f"{listed} (each beside its name)"
 
 

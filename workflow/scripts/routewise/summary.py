@@ -103,8 +103,8 @@ def serving_table(entries: Iterable[Mapping[str, Any]], sweep: str, whole_names:
     and bits equal, of common positions, the largest |Δ logprob|, slots busy a pass.
     """
     columns = {
-        "repeat": ("equal pairs", "across lives", "states a prompt"),
-        "batched": ("as alone", "states a prompt", "slots busy\na pass"),
+        "repeat": ("equal pairs", "across lives", "states a\nprompt"),
+        "batched": ("as alone", "states a\nprompt", "slots busy\na pass"),
         "agree": ("tokens\nequal", "bits\nequal", "|Δ| max", "slots busy\na pass"),
     }[sweep]
 
@@ -223,7 +223,7 @@ def where_to_look(entry: Mapping[str, Any]) -> str:
     if worst and worst["logit_delta_max"] is not None:
         parts.append(f"Δ ≤ {worst['logit_delta_max']:.3g}")
     if flips:
-        parts.append(counted(flips, "flip"))
+        parts.append(f"{flips} flips")  # in these words in the receipts that are kept
     if entry["uncovered"]:
         parts.append(f"uncovered: {entry['uncovered']}")
     return ", ".join(parts)
@@ -246,7 +246,7 @@ def _serving_places(entry: Mapping[str, Any]) -> list[str]:
         parts.append(f"first other {unit}: {first['position']} of {first['prompt_id']}")
     if worst and worst.get("dlogp_max") is not None:
         parts.append(f"Δ ≤ {worst['dlogp_max']:.3g}")
-    if entry["n"].get("flips"):
+    if entry["n"].get("flips") and "compared_replies" not in entry["n"]:
         parts.append(counted(entry["n"]["flips"], "flip"))
     if apart:
         parts.append(f"first other token: {divergence_text(apart)}")
