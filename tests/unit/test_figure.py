@@ -177,6 +177,17 @@ def test_kept_tokens_are_lines_by_length(tables: StudyTables) -> None:
     assert labels == ["first 16", "first 32", "all"]
 
 
+@pytest.mark.parametrize("draw", [draw_states_by_width, draw_solo_token_kept])
+def test_no_point_lies_outside_of_its_panel(tables: StudyTables, draw: Draw) -> None:
+    """Panels share an axis, and each has its own heights."""
+    for panel in draw(tables.replies, tables.study).axes:
+        low, high = panel.get_ylim()
+        for line in panel.lines:
+            heights = np.asarray(line.get_ydata(), float)
+            heights = heights[~np.isnan(heights)]
+            assert ((low <= heights) & (heights <= high)).all()
+
+
 def test_gates_are_drawn_with_their_source_and_as_no_verdict(tables: StudyTables) -> None:
     figure = draw_agree_dlogp(tables.agree, tables.study)
     found = texts(figure)

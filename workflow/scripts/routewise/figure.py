@@ -610,7 +610,7 @@ def draw_states_by_width(replies: pd.DataFrame, study: Mapping[str, Any]) -> Fig
                 range(len(places)), [f"{width}\nof {slots}" for slots, width in places]
             )
             panel.set_xlim(-0.6, len(places) - 0.4)
-            panel.set_ylim(bottom=0)
+            panel.set_ylim(0, 1.08 * found["chao1"].max())  # of all panels: they share the axis
             if route == routes[0]:
                 panel.set_ylabel("distinct answers to one request")
             if model == models[-1]:
@@ -741,7 +741,7 @@ def _up_to_hundred(panels: Sequence[Axes]) -> None:
     """Let a share's axis end at 100 %, and show at least the last 5 % of it."""
     low = min(panel.get_ylim()[0] for panel in panels)
     for panel in panels:
-        panel.set_ylim(min(low, 95.0), 100.5)
+        panel.set_ylim(min(low, 95.0), 101.5)
 
 
 def _scores_of_blocks(rows: pd.DataFrame) -> list[dict[str, Any]]:
