@@ -66,7 +66,7 @@ demo: setup  ## fetch, build, measure and report the study, up to the final tabl
 	$(BIN)/python -m routewise fetch $(STUDY)
 	$(SNAKEMAKE) $(OPTIONS) $(BARS)
 
-serving: setup  ## run config/studies/cpu-serving.yaml: what a CPU server can promise (about an hour)
+serving: setup  ## run config/studies/cpu-serving.yaml: what a CPU server can promise (three builds, then some 16 minutes)
 	$(MAKE) demo STUDY=config/studies/cpu-serving.yaml
 
 cpu-exact: setup  ## run config/studies/cpu-exact.yaml, the whole matrix of the patch (over an hour)
