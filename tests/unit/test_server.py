@@ -549,7 +549,7 @@ def test_work_is_guarded_in_vain_after_the_stop(launch: MakeLaunch) -> None:
 # -------------------------------------------------------------------------------- deaths of the job
 
 JOB = """
-import sys
+import signal, sys
 from pathlib import Path
 import httpx
 from routewise.server import Launch, serve
@@ -558,6 +558,8 @@ def probe(url):
     body = {"prompt": [1], "n_predict": 1}
     httpx.post(url + "/completion", json=body, timeout=60).raise_for_status()
 
+# a shell starts what runs in its background deaf to Ctrl-C, and children inherit that
+signal.signal(signal.SIGINT, signal.default_int_handler)
 with serve(Launch(argv=tuple(sys.argv[2:]), log=Path(sys.argv[1]), probe=probe)) as server:
     try:
         print(server.pid, server.port, server._process.keeper.pid, flush=True)

@@ -160,8 +160,8 @@ def test_a_figure_is_drawn_again_to_the_byte(
 ) -> None:
     table = "cost" if name == "price_by_width" else "replay"
     made = [tmp_path / f"{name}.svg", tmp_path / f"{name}.png"]
-    command = [sys.executable, str(repository / f"workflow/scripts/draw_{name}.py")]
-    command += [f"--{table}", str(chain.results / f"small/tables/{table}.parquet")]
+    command = [sys.executable, str(repository / "workflow/scripts/draw_figure.py")]
+    command += ["--name", name, "--table", str(chain.results / f"small/tables/{table}.parquet")]
     subprocess.run([*command, "--svg", made[0], "--png", made[1]], check=True, cwd=chain.folder)
     for file in made:
         kept = chain.results / "small/figures" / file.name
