@@ -29,8 +29,8 @@ from made_replies import (
     without_ids,
     without_logprobs,
 )
+from routewise.client import SHARED_SLOTS_MIN
 from routewise.serve_verdict import (
-    SHARED_SLOTS_MIN,
     ServeJudgement,
     compare_replies,
     judge_batched,

@@ -14,10 +14,10 @@ from typing import Any
 import pandas as pd
 
 from routewise.agree import AgreeScore, AgreeSummary, Divergence, agree_summary
+from routewise.client import SHARED_SLOTS_MIN
 from routewise.serve_verdict import (
     BROKEN_STATUSES,
     LOGPROB,
-    SHARED_SLOTS_MIN,
     TEXT,
     TOKEN_IDS,
     ServeJudgement,

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from routewise.client import SHARED_SLOTS_MIN, SPARE_SLOTS_MAX
 from routewise.state import (
     BLOCK,
     SoloScore,
@@ -47,22 +48,12 @@ TEXT = "text"
 #: What a receipt calls the observables of replies, the strongest first.
 OBSERVABLES = {"chosen-logprob": LOGPROB, "token-ids": TOKEN_IDS, "text": TEXT}
 
-#: Mean number of slots busy in a pass from which a round of two or more counts as shared. At 1
-#: nobody ever was beside the probe; at 1.25 and width 2 somebody was in a quarter of the passes.
-#: It is not higher because a filler may be half as long as the probe, and because prompts are
-#: prefilled in passes of their own. How much was really shared stands in each claim's measures.
-SHARED_SLOTS_MIN = 1.25
-
 #: Status of a logprob that is a sign of something broken, and not just of nothing to compare.
 BROKEN_STATUSES = ("nan", "not_float32")
 
 #: Share of tokens with a logprob from which equal replies are called equal in their logprobs. Below
 #: it too few positions could have shown a difference, and the tokens alone are claimed.
 LOGPROB_SHARE_MIN = 0.9
-
-#: How far the mean may lie above the width: it is the difference of two rounded running means.
-#: Beyond it a slot was busy with a request that is not of the round.
-SPARE_SLOTS_MAX = 0.05
 
 #: Prompt tokens that even an empty prompt cache gives: the token that begins every sequence.
 COLD_TOKENS_MAX = 1
