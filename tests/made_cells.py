@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from routewise import schema
+from routewise.schema.file import table_of, write_table
+from routewise.schema.study import TABLES
 from routewise.table import build_tables, write_tables
 
 N_VOCAB = 320
@@ -253,8 +254,8 @@ def cost_rows(
 
 def write_cell(path: Path, name: str, rows: pd.DataFrame, document: Mapping[str, Any]) -> Path:
     """Write rows as a cell file."""
-    columns = {field: _column(rows[field]) for field in schema.TABLES[name].names}
-    schema.write_table(path, name, schema.table_of(name, columns), dict(document))
+    columns = {field: _column(rows[field]) for field in TABLES[name].arrow.names}
+    write_table(path, TABLES[name], table_of(TABLES[name], columns), dict(document))
     return path
 
 

@@ -16,7 +16,9 @@ from typing import Any
 import made_cells
 import numpy as np
 import pyarrow as pa
-from routewise import schema
+from routewise.schema.file import table_of, write_table
+from routewise.schema.replies import REPLIES
+from routewise.schema.study import TABLES
 from routewise.state import state_of, tokens_hash_of
 
 Row = dict[str, Any]
@@ -382,8 +384,8 @@ def probe_block(
 
 def replies_table(rows: Sequence[Row]) -> pa.Table:
     """Return rows as a ``replies`` table."""
-    columns = {name: [row[name] for row in rows] for name in schema.REPLIES.names}
-    return schema.table_of("replies", columns)
+    columns = {name: [row[name] for row in rows] for name in REPLIES.arrow.names}
+    return table_of(TABLES["replies"], columns)
 
 
 # -------------------------------------------------------------------------------------- provenance
@@ -453,5 +455,5 @@ def _life(route: str) -> dict[str, Any]:
 
 def write_replies(path: Path, rows: Sequence[Row], document: dict[str, Any]) -> Path:
     """Write rows as a serving cell's file."""
-    schema.write_table(path, "replies", replies_table(rows), document)
+    write_table(path, TABLES["replies"], replies_table(rows), document)
     return path

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from made_replies import provenance
 from made_serving import MODEL, MadeServing, study
-from routewise import schema
 from routewise.dispatch import Dispatch, Observation, dispatch_columns
 from routewise.document import receipt_markdown
 from routewise.receipt import build_receipt
+from routewise.schema.file import table_of, write_table
+from routewise.schema.study import TABLES
 from routewise.summary import gate_of
 from routewise.table import build_tables, read_tables, write_tables
 
@@ -32,8 +33,8 @@ def write_log(folder: Path, route: str, lives: Lives, **changes: Any) -> Path:
     blocks = [{"life": life, "width": 1} for life in range(len(lives))]
     document = provenance(route, MODEL, "log", sweep="dispatch", blocks=blocks) | changes
     path = folder / "cells" / f"dispatch.{route}.{MODEL}.log.parquet"
-    table = schema.table_of("dispatch", dispatch_columns(seen))
-    schema.write_table(path, "dispatch", table, document)
+    table = table_of(TABLES["dispatch"], dispatch_columns(seen))
+    write_table(path, TABLES["dispatch"], table, document)
     return path
 
 

@@ -25,7 +25,8 @@ from routewise import cell as cell_module
 from routewise.cell import Bench, Cell, Inputs, measure_cell
 from routewise.engine import Settings
 from routewise.errors import RoutewiseError
-from routewise.schema import read_table, table_of, write_table
+from routewise.schema.file import read_table, table_of, write_table
+from routewise.schema.study import TABLES
 from routewise.store import fragment_key
 
 SETTINGS = Settings(context=CONTEXT, micro_batch=MICRO_BATCH, threads=2, flash_attention=True)
@@ -115,7 +116,9 @@ class Workplace:
             "digest": [f"{name}-digest" for name in names],
         }
         provenance = {"prompt_set_digest": "+".join(names)}
-        write_table(self.inputs.prompts, "prompts", table_of("prompts", columns), provenance)
+        write_table(
+            self.inputs.prompts, TABLES["prompts"], table_of(TABLES["prompts"], columns), provenance
+        )
 
     def measure(self, variant: str, **changes: Any) -> tuple[pa.Table, dict[str, Any]]:
         """Measure one cell; return its rows and provenance."""
@@ -123,7 +126,7 @@ class Workplace:
         inputs = dataclasses.replace(self.inputs, **changes)
         plain = self.path("plain") if variant != "plain" else None
         measure_cell(cell, inputs, self.path(variant), plain)
-        return read_table(self.path(variant), "plain" if plain is None else "replay")
+        return read_table(self.path(variant), TABLES["plain" if plain is None else "replay"])
 
     def path(self, variant: str) -> Path:
         return self.folder / f"{variant}.parquet"
@@ -179,6 +182,9 @@ def test_a_plain_cell_has_a_row_for_each_step(place: Workplace) -> None:
     assert provenance["n_measured"] == 3
     assert provenance["invalid_reasons"] == []
     assert provenance["cell"]["variant"] == "plain"
+    stored = {path.stem for path in place.inputs.store.rglob("*.parquet")}
+    assert len(provenance["fragments"]) == len(PROMPTS)
+    assert set(provenance["fragments"]) == stored
     assert provenance["settings"]["top_k"] == 4
 
 
@@ -264,12 +270,12 @@ def test_an_engine_that_does_not_repeat_itself_is_found(
 def test_a_plain_cell_of_other_rows_is_found_though_all_is_adopted(place: Workplace) -> None:
     place.measure("plain")
     place.measure("w2")
-    plain, provenance = read_table(place.path("plain"), "plain")
+    plain, provenance = read_table(place.path("plain"), TABLES["plain"])
     hashes = plain["logits_hash"].to_pylist()
     hashes[2] = b"x" * 16
     at = plain.schema.get_field_index("logits_hash")
     other = plain.set_column(at, plain.schema.field(at), pa.array(hashes, pa.binary(16)))
-    write_table(place.path("plain"), "plain", other, provenance)
+    write_table(place.path("plain"), TABLES["plain"], other, provenance)
     rows, provenance = place.measure("w2")
     assert provenance["n_adopted"] == 3
     assert rows["plain_repeat_equal"].to_pylist() == [True, False, *[True] * (N_ASKED - 2)]

@@ -30,7 +30,7 @@ from routewise.dispatch import (
     read_since,
 )
 from routewise.errors import RoutewiseError
-from routewise.schema import DISPATCH
+from routewise.schema.dispatch import DISPATCH
 
 DOUBLE = Path(__file__).resolve().parent.parent / "servers" / "hrx_double.py"
 
@@ -283,7 +283,7 @@ def test_observations_fill_the_declared_table() -> None:
             Observation(1, 4, 2, "hrx", {SPLIT: 1}),
         ]
     )
-    table = pa.table(columns, schema=DISPATCH)
+    table = pa.table(columns, schema=DISPATCH.arrow)
     assert [(row["op"], row["kernel"], row["n"]) for row in table.to_pylist()] == [
         ("MUL_MAT", None, 2),
         ("SET_ROWS", None, 1),
@@ -300,4 +300,4 @@ def test_observations_fill_the_declared_table() -> None:
         "kind": "fused",
         "n": 1,
     }
-    assert pa.table(dispatch_columns([]), schema=DISPATCH).num_rows == 0
+    assert pa.table(dispatch_columns([]), schema=DISPATCH.arrow).num_rows == 0

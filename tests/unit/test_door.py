@@ -21,7 +21,7 @@ from routewise.door import (
     write_report,
 )
 from routewise.errors import RoutewiseError
-from routewise.schema import REPLIES
+from routewise.schema.replies import REPLIES
 
 ANSWERS = [made_replies.make_answer(seed, 6) for seed in range(3)]
 
@@ -63,7 +63,7 @@ def test_what_is_written_is_read_back_as_the_same_table(tmp_path: Path) -> None:
     # a route's rows come back prompt by prompt
     indices = sorted(range(table.num_rows), key=lambda i: table["prompt_index"][i].as_py())
     assert back.equals(table.take(indices))
-    assert back.schema.equals(REPLIES)
+    assert back.schema.equals(REPLIES.arrow)
 
 
 @given(seed=st.integers(0, 500), position=st.integers(0, 5), bit=st.integers(0, 22))

@@ -253,3 +253,17 @@ def test_a_missing_extra_file_is_an_error(scripts: Path) -> None:
         code_digest(scripts / "measure.py")
     with pytest.raises(RoutewiseError, match="no such file"):
         code_files(scripts / "absent.py")
+
+
+@pytest.mark.parametrize("script", ["compare_routes", "measure_serving"])
+def test_a_change_of_one_table_leaves_what_never_touches_it(script: str) -> None:
+    """Serving reads and writes no logits rows: their table is no part of its code."""
+    scripts = Path(__file__).parents[2] / "workflow" / "scripts"
+    schema = scripts / "routewise" / "schema"
+    serving = code_files(scripts / f"{script}.py")
+    assert schema / "replies.py" in serving
+    assert schema / "replay.py" not in serving
+    assert schema / "replay.py" in code_files(scripts / "measure_replay.py")
+    assert schema / "replies.py" not in code_files(scripts / "measure_replay.py")
+    for other in ("cost.py", "study.py"):
+        assert schema / other not in serving

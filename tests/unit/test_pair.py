@@ -14,7 +14,8 @@ import pytest
 from routewise.agree import agree_summary
 from routewise.errors import RoutewiseError
 from routewise.pair import NOT_ARITHMETIC_ONLY, PICK, PairCell, compare_pair
-from routewise.schema import read_table
+from routewise.schema.file import read_table
+from routewise.schema.study import TABLES
 
 ANSWERS = [made.make_answer(seed, 16) for seed in range(3)]
 OTHERS = [ANSWERS[0], made.shifted(ANSWERS[1], 4, 0.125), made.diverged(ANSWERS[2], 9)]
@@ -47,7 +48,7 @@ class Pair:
         cell = PairCell.from_document(document(**changes))
         a, b = self.paths()
         compare_pair(cell, a, b, "c" * 64, output)
-        table, provenance = read_table(output, "agree")
+        table, provenance = read_table(output, TABLES["agree"])
         return table.to_pandas(), provenance
 
 
@@ -323,7 +324,7 @@ def test_the_script_writes_the_cell(pair: Pair, repository: Path) -> None:
     done = run_script(repository, "--cell", json.dumps(document()), *files)
     assert done.returncode == 0, done.stderr
     assert "48 positions of 3 replies, matched by ids" in done.stdout
-    table, told = read_table(output, "agree")
+    table, told = read_table(output, TABLES["agree"])
     assert table.num_rows == 48
     assert told["code_digest"] == "c" * 64
 

@@ -14,7 +14,21 @@ import pytest
 from routewise.cell import Cell
 from routewise.cost import CostCell
 from routewise.errors import RoutewiseError
-from routewise.plan import StudyPlan, fetch_sources, plan_study, study_json, variant_parameters
+from routewise.explain import differences
+from routewise.inputs import cell_digest
+from routewise.plan import (
+    FROZEN_PLAN,
+    MEASURING_SCRIPTS,
+    REPORTING_SCRIPTS,
+    StudyPlan,
+    fetch_sources,
+    freeze_plan,
+    plan_study,
+    study_json,
+    thaw_plan,
+    variant_parameters,
+    write_cell_list,
+)
 from routewise.study import check_study
 from small_tree import make_tree
 
@@ -173,7 +187,7 @@ def test_every_cell_is_planned_once_under_a_name_of_its_own(house: House) -> Non
 
 def test_nothing_is_made_by_planning(house: House) -> None:
     house.plan()
-    assert [path.name for path in house.results.iterdir()] == [".cache"]
+    assert {path.name for path in house.results.iterdir()} == {".cache", "manifests"}
 
 
 def test_a_replay_names_the_plain_cell_of_its_own_route_and_model(house: House) -> None:
@@ -433,8 +447,28 @@ def test_words_and_unmeasured_code_move_no_cell(
     before = house.plan()
     change(house.root / file)
     after = house.plan()
-    assert after.code == before.code
+    assert {name: after.code[name] for name in MEASURING_SCRIPTS} == {
+        name: before.code[name] for name in MEASURING_SCRIPTS
+    }
     assert after.cell_paths() == before.cell_paths()
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("routewise/figure.py", {"draw_figure"}),
+        ("draw_figure.py", {"draw_figure"}),
+        ("routewise/receipt.py", {"write_receipt"}),
+        ("build_tables.py", {"build_tables"}),
+        ("routewise/table.py", set(REPORTING_SCRIPTS)),
+    ],
+)
+def test_code_that_reports_moves_what_it_makes(house: House, file: str, expected: set[str]) -> None:
+    house.own_root()
+    before = house.plan()
+    append(house.root / SCRIPTS / file, "\nX = 1\n")
+    after = house.plan()
+    assert {name for name in after.code if after.code[name] != before.code[name]} == expected
 
 
 @pytest.mark.parametrize(
@@ -516,3 +550,112 @@ def test_a_path_source_needs_no_fetching(house: House) -> None:
     fetch_sources(check_study(house.study, "s"), house.results, said.append)
     assert said == []
     assert not (house.results / "sources").exists()
+
+
+# ---------------------------------------------------------------- hosts, backends, other machines
+
+
+def with_cuda(house: House, **build: Any) -> None:
+    """Add a build and a route for CUDA to the study."""
+    house.study["builds"]["cuda-stock"] = {"source": "tree", "backend": "cuda", **build}
+    house.study["routes"]["cuda-stock"] = {"build": "cuda-stock"}
+    house.study["sweeps"]["replay"]["routes"].append("cuda-stock")
+
+
+def test_an_edit_of_one_backend_moves_its_cells_alone(house: House) -> None:
+    with_cuda(house)
+    before = house.plan()
+    house.edit("ggml/src/ggml-cuda/dot.cu", "// not compiled here", "// another comment")
+    assert house.plan().cell_paths() == before.cell_paths()
+    house.edit("ggml/src/ggml-cuda/dot.cu", "//", "int x; //")
+    gone = moved(before, house.plan())
+    assert variants(gone) == ALL_REPLAY
+    assert all(".cuda-stock." in path for path in gone)
+    # the processor's backend is in every build
+    before = house.plan()
+    house.edit(DOT, "sum = 0.0f", "sum = -0.0f")
+    assert not set(before.cell_paths()) & set(house.plan().cell_paths())
+
+
+def test_a_host_is_in_the_digests_and_what_is_asked_of_it_is_not(house: House) -> None:
+    with_cuda(house)
+    before = house.plan()
+    house.study["hosts"] = {"box": {"gres": "gpu:1", "runtime": 30}}
+    house.study["builds"]["cuda-stock"]["host"] = "box"
+    after = house.plan()
+    gone = moved(before, after)
+    assert variants(gone) == ALL_REPLAY
+    assert all(".cuda-stock." in path for path in gone)
+    assert after.study.routes["cuda-stock"].resources == {"gres": "gpu:1", "runtime": 30}
+    house.study["hosts"]["box"]["runtime"] = 60
+    assert house.plan().cell_paths() == after.cell_paths()
+    house.study["hosts"] = {"crate": house.study["hosts"]["box"]}
+    house.study["builds"]["cuda-stock"]["host"] = "crate"
+    assert variants(moved(after, house.plan())) == ALL_REPLAY
+
+
+def test_a_build_with_a_host_does_not_ask_for_compilers_here(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.study["hosts"] = {"box": {}}
+    for build in house.study["builds"].values():
+        build["host"] = "box"
+    here = house.plan().cell_paths()
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    assert house.plan().cell_paths() == here
+    del house.study["builds"]["cpu-stock"]["host"]
+    with pytest.raises(RoutewiseError, match="no C compiler found"):
+        house.plan()
+
+
+def test_a_route_cannot_leave_the_host_of_its_build(house: House) -> None:
+    house.study["hosts"] = {"box": {}, "crate": {}}
+    house.study["builds"]["cpu-stock"]["host"] = "box"
+    house.study["routes"]["cpu-stock"]["host"] = "crate"
+    with pytest.raises(RoutewiseError, match=r"routes\.cpu-stock\.host"):
+        house.plan()
+    house.study["routes"]["cpu-stock"]["host"] = "shed"
+    with pytest.raises(RoutewiseError, match=r"routes\.cpu-stock\.host.*shed"):
+        house.plan()
+
+
+def test_a_frozen_plan_is_the_plan(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = house.plan()
+    monkeypatch.delenv(FROZEN_PLAN, raising=False)
+    assert thaw_plan() is None
+    file = freeze_plan(plan)
+    monkeypatch.setenv(FROZEN_PLAN, str(file))
+    assert thaw_plan() == plan
+    file.write_bytes(b"torn")
+    with pytest.raises(RoutewiseError, match="cannot be read"):
+        thaw_plan()
+    file.unlink()
+    with pytest.raises(RoutewiseError, match="cannot be read"):
+        thaw_plan()
+
+
+def test_the_list_of_cells_is_written_where_it_changed(house: House) -> None:
+    plan = house.plan()
+    write_cell_list(plan)
+    stamp = plan.cell_list.stat().st_mtime_ns
+    assert plan.cell_list.read_text().splitlines() == plan.cell_paths()
+    write_cell_list(plan)
+    assert plan.cell_list.stat().st_mtime_ns == stamp
+    wider = house.plan(widths=[2, 4, 8])
+    write_cell_list(wider)
+    assert plan.cell_list.read_text().splitlines() == wider.cell_paths()
+
+
+def test_the_inputs_of_a_cell_make_its_path(house: House) -> None:
+    for path, inputs in house.plan().named_cells().items():
+        assert Path(path).parent.name == cell_digest(inputs)
+
+
+def test_an_edit_is_explained_by_its_file(house: House) -> None:
+    before = house.plan()
+    house.edit(DOT, "sum = 0.0f", "sum = -0.0f")
+    after = house.plan()
+    old = next(plan for plan in before.cells.values() if plan.cell.route == "cpu-stock")
+    new = next(plan for plan in after.cells.values() if plan.cell.route == "cpu-stock")
+    said = list(differences(old.inputs, new.inputs, house.results))
+    assert f"the build changed (cpu-stock: {DOT})" in said

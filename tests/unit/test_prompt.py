@@ -20,7 +20,8 @@ from routewise.prompt import (
     tokenize_prompt,
     tokenize_prompts,
 )
-from routewise.schema import table_of
+from routewise.schema.file import table_of
+from routewise.schema.study import TABLES
 from small_gguf import make_gguf
 
 DEMO = Path(__file__).parents[2] / "config" / "prompts" / "demo.jsonl"
@@ -206,7 +207,7 @@ def test_a_bos_that_only_the_template_writes_stays() -> None:
 def test_columns_fit_the_declared_table() -> None:
     prompts = [Prompt("a", "code", 3, text="hi"), Prompt("b", "ids", 5, token_ids=(2, 9))]
     columns = tokenize_prompts(prompts, None, without_bos, n_vocab=256, context=7)
-    table = table_of("prompts", columns)
+    table = table_of(TABLES["prompts"], columns)
     assert table["token_ids"].to_pylist() == [[104, 105], [2, 9]]
     assert table["n_asked"].to_pylist() == [3, 5]
     assert table["digest"].to_pylist() == [token_digest([104, 105], 3), token_digest([2, 9], 5)]

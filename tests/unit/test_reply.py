@@ -24,7 +24,7 @@ from routewise.reply import (
     read_float32,
     request_of,
 )
-from routewise.schema import REPLIES
+from routewise.schema.replies import REPLIES
 from routewise.state import state_of, tokens_hash_of
 
 REPLIES_FOLDER = Path(__file__).parent / "replies"
@@ -196,7 +196,7 @@ def test_a_real_emoji_has_one_entry_for_three_tokens() -> None:
 
 def test_a_reply_has_the_columns_of_its_table() -> None:
     names = {field.name for field in fields(Reply)}
-    assert names <= set(REPLIES.names)
+    assert names <= set(REPLIES.arrow.names)
 
 
 # --- numbers ----------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from routewise.client import is_fair_witness
 from routewise.errors import RoutewiseError
 from routewise.reply import Ask, Reply, Speech, parse_reply
 from routewise.route import route_of
-from routewise.schema import read_table, table_of, write_table
+from routewise.schema.file import read_table, table_of, write_table
+from routewise.schema.study import TABLES
 from routewise.serve import ServingJob, measure_serving
 from routewise.serve_cell import ServeCell, ServeInputs
 from routewise.server import Server
@@ -42,7 +43,10 @@ class Desk:
         }
         self.prompts = folder / "prompts.parquet"
         write_table(
-            self.prompts, "prompts", table_of("prompts", columns), {"prompt_set_digest": "d"}
+            self.prompts,
+            TABLES["prompts"],
+            table_of(TABLES["prompts"], columns),
+            {"prompt_set_digest": "d"},
         )
         self.flags: list[str] = []
         self.route: dict[str, Any] = {"claim": False, "stall_s": 20, "start_limit_s": 60}
@@ -82,10 +86,10 @@ class Desk:
         self.n_runs += 1
         output = self.folder / f"cell{self.n_runs}.parquet"
         measure_serving(self.cell(), self.inputs(), output)
-        return read_table(output, "replies")[1]
+        return read_table(output, TABLES["replies"])[1]
 
     def job(self) -> ServingJob:
-        prompts = read_table(self.prompts, "prompts")[0].to_pylist()
+        prompts = read_table(self.prompts, TABLES["prompts"])[0].to_pylist()
         return ServingJob(self.cell(), self.inputs(), prompts)
 
     @property
@@ -104,16 +108,25 @@ def test_what_was_answered_is_not_asked_again(desk: Desk) -> None:
     assert first["serving"]["stops"][0]["port_free"]
     again = desk.measure()
     assert (again["n_measured"], again["n_adopted"]) == (0, 2)
+    assert len(set(again["fragments"])) == 2
+    assert again["fragments"] == first["fragments"]
     assert again["serving"]["stops"] == []
 
 
 def test_a_prompt_that_stands_twice_keeps_both_names(desk: Desk) -> None:
-    table = read_table(desk.prompts, "prompts")[0].to_pydict()
+    table = read_table(desk.prompts, TABLES["prompts"])[0].to_pydict()
     table["token_ids"] = [[1, 2, 3], [1, 2, 3]]
-    write_table(desk.prompts, "prompts", table_of("prompts", table), {"prompt_set_digest": "d"})
+    write_table(
+        desk.prompts,
+        TABLES["prompts"],
+        table_of(TABLES["prompts"], table),
+        {"prompt_set_digest": "d"},
+    )
     for _ in range(2):
         desk.measure()
-        rows = read_table(desk.folder / f"cell{desk.n_runs}.parquet", "replies")[0].to_pylist()
+        rows = read_table(desk.folder / f"cell{desk.n_runs}.parquet", TABLES["replies"])[
+            0
+        ].to_pylist()
         assert [row["prompt_id"] for row in rows] == ["a", "a", "b", "b"]
     assert desk.n_stored == 1
 
@@ -220,7 +233,7 @@ def test_a_bad_reply_is_kept_in_the_cell_and_not_in_the_store(
 
     monkeypatch.setattr(client, "parse_reply", contradict)
     desk.measure()
-    rows = read_table(desk.folder / "cell1.parquet", "replies")[0].to_pylist()
+    rows = read_table(desk.folder / "cell1.parquet", TABLES["replies"])[0].to_pylist()
     bad = {row["prompt_id"] for row in rows if row["status"] != "ok"}
     assert bad == {"b"}
     assert desk.n_stored == 1

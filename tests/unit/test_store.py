@@ -1,4 +1,4 @@
-"""The result store: what is whole is adopted, what is not is removed and measured again."""
+"""The result store: what is whole is adopted, what is not is measured again and written over."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from routewise.schema import METADATA_KEY, SCHEMA_VERSION, table_of
+from routewise.schema.file import METADATA_KEY, SCHEMA_VERSION, table_of
+from routewise.schema.study import TABLES
 from routewise.store import Store, fragment_key
 
-KEY = fragment_key({"variant": "w4", "fingerprint": "f", "prompt": "p"})
+INPUTS = {"variant": "w4", "fingerprint": "f", "prompt": "p"}
+KEY = fragment_key(INPUTS)
 NOTE = {"engine_s": 1.5, "invalid_reasons": []}
 
 
 def rows(n: int = 4) -> pa.Table:
     return table_of(
-        "prompts",
+        TABLES["prompts"],
         {
             "prompt_index": range(n),
             "prompt_id": [f"prompt-{i}" for i in range(n)],
@@ -44,7 +46,7 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def kept(store: Store) -> Path:
-    store.put(KEY, "prompts", rows(), NOTE)
+    store.put(INPUTS, TABLES["prompts"], rows(), NOTE)
     return store.path(KEY)
 
 
@@ -53,22 +55,23 @@ def files(store: Store) -> list[Path]:
 
 
 def test_a_fragment_is_found_under_its_key_alone(store: Store, kept: Path) -> None:
-    found = store.get(KEY, "prompts")
+    found = store.get(KEY, TABLES["prompts"])
     assert found is not None
     assert found[0].equals(rows())
     assert found[1] == {
         **NOTE,
         "key": KEY,
+        "key_inputs": INPUTS,
         "table": "prompts",
         "schema_version": SCHEMA_VERSION,
     }
     assert kept == store.root / KEY[:2] / f"{KEY}.parquet"
-    assert store.get(fragment_key({"variant": "w5"}), "prompts") is None
+    assert store.get(fragment_key({"variant": "w5"}), TABLES["prompts"]) is None
     assert files(store) == [kept]
 
 
 def test_an_empty_store_holds_nothing(store: Store) -> None:
-    assert store.get(KEY, "prompts") is None
+    assert store.get(KEY, TABLES["prompts"]) is None
     assert not store.root.exists()
 
 
@@ -106,30 +109,31 @@ def _flipped(data: bytes, place: int) -> bytes:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_cannot_be_trusted_is_removed_and_measured_again(
+def test_what_cannot_be_trusted_is_left_for_the_next_writer_to_write_over(
     store: Store, kept: Path, damage: str
 ) -> None:
     DAMAGES[damage](kept)
-    assert store.get(KEY, "prompts") is None
-    assert files(store) == []
-    store.put(KEY, "prompts", rows(), NOTE)
-    again = store.get(KEY, "prompts")
+    damaged = kept.read_bytes()
+    assert store.get(KEY, TABLES["prompts"]) is None
+    assert kept.read_bytes() == damaged  # or another job's good one could be removed
+    store.put(INPUTS, TABLES["prompts"], rows(), NOTE)
+    again = store.get(KEY, TABLES["prompts"])
     assert again is not None
     assert again[0].equals(rows())
+    assert files(store) == [kept]
 
 
 def test_a_good_copy_under_another_key_is_not_adopted(store: Store, kept: Path) -> None:
     other = fragment_key({"variant": "w5"})
     store.path(other).parent.mkdir(parents=True, exist_ok=True)
     store.path(other).write_bytes(kept.read_bytes())
-    assert store.get(other, "prompts") is None
-    assert files(store) == [kept]
+    assert store.get(other, TABLES["prompts"]) is None
 
 
 def test_a_part_file_of_a_killed_writer_is_no_fragment(store: Store, kept: Path) -> None:
     part = kept.with_name(f".{kept.name}.abcd.part")
     kept.rename(part)
-    assert store.get(KEY, "prompts") is None
+    assert store.get(KEY, TABLES["prompts"]) is None
     assert part.exists()  # it may be another writer's, alive
 
 
@@ -137,14 +141,16 @@ WRITER = """
 import sys
 from pathlib import Path
 import pyarrow.parquet as pq
+from routewise.schema.prompts import PROMPTS
 from routewise.store import Store, fragment_key
 store, rows = Store(Path(sys.argv[1])), pq.read_table(sys.argv[2])
 rows = rows.replace_schema_metadata(None)
 sys.stdin.readline()
 for i in range(12):
-    key = fragment_key({"n": i % 4})
-    store.put(key, "prompts", rows, {"writer": sys.argv[3]})
-    found = store.get(key, "prompts")
+    inputs = {"n": i % 4}
+    key = fragment_key(inputs)
+    store.put(inputs, PROMPTS, rows, {"writer": sys.argv[3]})
+    found = store.get(key, PROMPTS)
     assert found is not None and found[0].equals(rows), key
 """
 
@@ -168,7 +174,7 @@ def test_many_writers_at_once_leave_whole_fragments(store: Store, tmp_path: Path
         writer.stdin.close()
     assert len(files(store)) == 4
     for i in range(4):
-        found = store.get(fragment_key({"n": i}), "prompts")
+        found = store.get(fragment_key({"n": i}), TABLES["prompts"])
         assert found is not None
         assert found[0].equals(rows(50))
 
@@ -183,16 +189,17 @@ def _small_files() -> None:
 
 
 FULL = """
-import sys
+import json, sys
 from pathlib import Path
 import pyarrow.parquet as pq
 from routewise.errors import report_errors
+from routewise.schema.prompts import PROMPTS
 from routewise.store import Store
 
 @report_errors
 def main():
     store, rows = Store(Path(sys.argv[1])), pq.read_table(sys.argv[2])
-    store.put(sys.argv[3], "prompts", rows.replace_schema_metadata(None), {})
+    store.put(json.loads(sys.argv[3]), PROMPTS, rows.replace_schema_metadata(None), {})
 
 sys.exit(main())
 """
@@ -202,7 +209,7 @@ def put_on_a_full_disk(
     store: Store, table: Path, limit: Callable[[], None] | None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", FULL, store.root, table, KEY],
+        [sys.executable, "-c", FULL, store.root, table, json.dumps(INPUTS)],
         preexec_fn=limit,
         capture_output=True,
         text=True,
@@ -221,7 +228,7 @@ def test_a_full_disk_keeps_nothing_and_says_what_to_do(store: Store, tmp_path: P
     assert files(store) == []
     # with room again, the same command succeeds
     assert put_on_a_full_disk(store, table, None).returncode == 0
-    assert store.get(KEY, "prompts") is not None
+    assert store.get(KEY, TABLES["prompts"]) is not None
 
 
 def test_a_full_disk_leaves_an_old_fragment_whole(store: Store, kept: Path, tmp_path: Path) -> None:
@@ -236,4 +243,4 @@ def test_a_full_disk_leaves_an_old_fragment_whole(store: Store, kept: Path, tmp_
 def test_a_store_that_cannot_be_written_raises(store: Store) -> None:
     store.root.write_text("a file where the folder should be\n")
     with pytest.raises(OSError, match=str(store.root)):
-        store.put(KEY, "prompts", rows(), NOTE)
+        store.put(INPUTS, TABLES["prompts"], rows(), NOTE)

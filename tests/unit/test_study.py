@@ -360,7 +360,7 @@ MISTAKES: dict[str, tuple[str, object, list[str]]] = {
     ),
     "unknown kind of source": ("sources.pinned.kind", "pip", ["sources.pinned.kind", "'pip'"]),
     "unknown kind of model": ("models.small.kind", "file", ["models.small.kind", "'file'"]),
-    "unknown backend": ("builds.cpu-stock.backend", "cuda", ["builds.cpu-stock.backend"]),
+    "unknown backend": ("builds.cpu-stock.backend", "abacus", ["builds.cpu-stock.backend"]),
     "short digest": ("sources.pinned.sha256", "abc", ["sources.pinned.sha256", "'abc'"]),
     "attention as a text": (
         "routes.cpu-stock.flash_attention",

@@ -8,9 +8,9 @@ import pytest
 from made_cells import MadeStudy, provenance, study, write_cell
 from made_serving import MODEL, MadeServing
 from made_serving import study as serving_study
-from routewise import schema
 from routewise.errors import RoutewiseError
-from routewise.schema import CELLS, STUDY_TABLES
+from routewise.schema.file import read_table, write_table
+from routewise.schema.study import CELLS, STUDY_TABLES, TABLES
 from routewise.table import (
     build_of,
     build_tables,
@@ -31,7 +31,9 @@ def made(tmp_path: Path) -> MadeStudy:
 def test_every_row_of_every_cell_is_there_once_with_its_cell(made: MadeStudy) -> None:
     paths = made.write()
     tables = build_tables(made.declared, paths)
-    assert {name: table.schema for name, table in tables.items()} == STUDY_TABLES
+    assert {name: table.schema for name, table in tables.items()} == {
+        name: declared.arrow for name, declared in STUDY_TABLES.items()
+    }
     assert tables["study_replay"].num_rows == 2 * 7 * 96
     assert tables["study_plain"].num_rows == 2 * 100
     assert tables["study_cost"].num_rows == 30 * 4 * 2
@@ -110,7 +112,7 @@ def test_tables_of_two_studies_are_not_read_together(made: MadeStudy) -> None:
     folder = made.tables()
     other = made.declared | {"study": "another"}
     rows = build_tables(other, [])["study_cost"]
-    schema.write_table(folder / "cost.parquet", "study_cost", rows, {"study": other})
+    write_table(folder / "cost.parquet", STUDY_TABLES["study_cost"], rows, {"study": other})
     with pytest.raises(RoutewiseError, match="different studies"):
         read_tables(folder)
 
@@ -120,7 +122,7 @@ def test_a_study_without_any_cell_gives_empty_tables(tmp_path: Path) -> None:
     tables = read_tables(tmp_path)
     assert list(tables.cells) == []
     assert tables.replay.empty
-    assert pq.read_schema(tmp_path / "cells.parquet").equals(CELLS)
+    assert pq.read_schema(tmp_path / "cells.parquet").equals(CELLS.arrow)
 
 
 def test_a_build_is_found_for_a_route_alone_and_in_a_cost_cell() -> None:
@@ -157,7 +159,7 @@ def test_variants_are_the_studys_without_the_control_and_sort_by_number() -> Non
 def test_a_made_cell_is_a_real_one(made: MadeStudy, tmp_path: Path) -> None:
     rows = made.plain
     path = write_cell(tmp_path / "one.parquet", "plain", rows, provenance("r", "m", "plain"))
-    table, document = schema.read_table(path, "plain")
+    table, document = read_table(path, TABLES["plain"])
     assert table.num_rows == len(rows)
     assert document["table"] == "plain"
 

@@ -34,6 +34,8 @@ rule build_engine:
             for part in pair
         ],
     threads: workflow.cores
+    resources:
+        **asked_of(lambda w: STUDY.build_resources(ENGINES[w.engine].name)),
     conda:
         "../../envs/build-cpu.yaml"
     shell:
@@ -53,6 +55,8 @@ rule build_tools:
             for part in pair
         ],
     threads: workflow.cores
+    resources:
+        **asked_of(lambda w: STUDY.build_resources(TOOLS[w.tools].name)),
     conda:
         "../../envs/build-cpu.yaml"
     shell:
@@ -72,6 +76,8 @@ rule build_server:
             for part in pair
         ],
     threads: workflow.cores
+    resources:
+        **asked_of(lambda w: STUDY.build_resources(SERVERS[w.server].name)),
     conda:
         "../../envs/build-cpu.yaml"
     shell:

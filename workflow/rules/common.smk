@@ -6,9 +6,18 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from routewise import watch
+from routewise.device import TRUSTED, missing_devices
 from routewise.digest import canonical_json
 from routewise.errors import RoutewiseError
-from routewise.plan import fetch_sources, plan_study, study_json
+from routewise.plan import (
+    FROZEN_PLAN,
+    fetch_sources,
+    freeze_plan,
+    plan_study,
+    study_json,
+    thaw_plan,
+    write_cell_list,
+)
 from routewise.study import check_study, read_yaml
 from routewise.takeover import take_over
 
@@ -46,8 +55,78 @@ def model_inputs(model):
     return {"model": ancient(str(plan.path)), "record": str(plan.document)}
 
 
-take_over()
-PLAN = planned()
+def on_cluster():
+    """Say whether jobs go to a scheduler, which is asked for what a host has."""
+    return workflow.non_local_exec
+
+
+def asked_of(find, counted=None):
+    """Return the resources of a rule: ``find(wildcards)`` says what a scheduler is asked for.
+
+    ``counted`` are those that order the jobs of one machine. A scheduler that is asked for devices
+    by ``gres`` is not asked for them by number too.
+    """
+    counted = counted or {}
+
+    def value(name, wildcards):
+        found = find(wildcards) if on_cluster() else {}
+        if name in found:
+            return found[name]
+        if name not in counted:
+            return None
+        return 0 if "gres" in found else counted[name](wildcards)
+
+    names = {name for host in STUDY.hosts.values() for name in host}
+    for entry in (
+        *STUDY.document["builds"].values(),
+        *STUDY.document["routes"].values(),
+    ):
+        names |= set(entry.get("resources", {}))
+    return {
+        name: (lambda wildcards, name=name: value(name, wildcards))
+        for name in sorted(names | set(counted))
+    }
+
+
+def look_for_devices():
+    """Stop where this machine lacks a device of the study; a dry run only warns.
+
+    A scheduler sends jobs to hosts that have the devices: each job then looks for its own.
+    """
+    if on_cluster():
+        return
+    users = {}
+    for sweep in PLAN.study.sweeps.values():
+        for name in sweep["routes"]:
+            route = PLAN.study.routes[name]
+            if route.kind != "endpoint":
+                users.setdefault(route.serving.device, set()).add(name)
+    for device, sought in missing_devices(users).items():
+        names = ", ".join(sorted(users[device]))
+        found = (
+            f"this machine has no {device} device (looked for {sought}), and routes of the study"
+            f" run on it: {names}"
+        )
+        if not workflow.dryrun:
+            raise WorkflowError(
+                f"routewise: {found}",
+                "run the study where the device is, or leave the routes out; where it is there"
+                f" unseen, say so: {TRUSTED}={device}",
+            )
+        print(f"routewise: warning: {found}", file=sys.stderr)
+
+
+if workflow.is_main_process:
+    take_over()
+    PLAN = planned()
+    look_for_devices()
+    if not workflow.dryrun:
+        write_cell_list(PLAN)
+    if workflow.non_local_exec:
+        os.environ[FROZEN_PLAN] = str(freeze_plan(PLAN))
+else:
+    # a job on another host, whose compilers are others, does what was planned
+    PLAN = thaw_plan() or planned()
 STUDY = PLAN.study
 
 # jobs use this interpreter, and CMake and ninja beside it; and they end when this process does

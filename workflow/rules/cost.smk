@@ -20,9 +20,14 @@ rule measure_cost:
     params:
         cell=lambda w: cost_of(w).document,
         code=PLAN.code["measure_cost"],
+        inputs=lambda w: canonical_json(cost_of(w).inputs),
     threads: workflow.cores
+    resources:
+        # its routes are measured in one job: on the host of the first of them
+        **asked_of(lambda w: STUDY.routes[cost_of(w).cell.arms[0].route].resources),
     conda:
         "../../envs/measure.yaml"
     shell:
         "python {SCRIPTS}/measure_cost.py --cell {params.cell:q} --model {input.model}"
-        " --code-digest {params.code} --output {output} 2>&1 | tee {log}"
+        " --code-digest {params.code} --inputs {params.inputs:q} --output {output}"
+        " 2>&1 | tee {log}"

@@ -35,11 +35,13 @@ rule build_tables:
     params:
         study=lambda w: study_json(STUDY),  # as a function: commands hold braces
         folder=str(FOLDER / "tables"),
+        cells=str(PLAN.cell_list),  # thousands of paths are no command line
+        code=PLAN.code["build_tables"],
     conda:
         "../../envs/measure.yaml"
     shell:
         "python {SCRIPTS}/build_tables.py --study {params.study:q} --tables {params.folder}"
-        " {input} > {log} 2>&1"
+        " @{params.cells} > {log} 2>&1"
 
 
 rule write_receipt:
@@ -52,11 +54,12 @@ rule write_receipt:
         str(RESULTS / "logs" / "write_receipt" / f"{STUDY.name}.log"),
     params:
         folder=str(FOLDER / "tables"),
+        code=PLAN.code["write_receipt"],
     conda:
         "../../envs/measure.yaml"
     shell:
         "python {SCRIPTS}/write_receipt.py --tables {params.folder} --json {output.json}"
-        " --markdown {output.markdown} > {log} 2>&1"
+        " --markdown {output.markdown} --history {RESULTS}/receipts > {log} 2>&1"
 
 
 rule draw_figure:
@@ -69,6 +72,8 @@ rule draw_figure:
         str(RESULTS / "logs" / "draw_figure" / f"{STUDY.name}.{{figure}}.log"),
     wildcard_constraints:
         figure=one_of(FIGURE_NAMES),
+    params:
+        code=PLAN.code["draw_figure"],
     conda:
         "../../envs/measure.yaml"
     shell:
@@ -85,3 +90,16 @@ rule check:
         "../../envs/measure.yaml"
     shell:
         "python {SCRIPTS}/check_study.py --receipt {input} 2>&1 | tee {log}"
+
+
+rule explain:
+    log:
+        str(RESULTS / "logs" / "explain" / f"{STUDY.name}.log"),
+    params:
+        study=lambda w: canonical_json(STUDY.document),
+        root=os.path.relpath(ROOT),
+    conda:
+        "../../envs/measure.yaml"
+    shell:
+        "python {SCRIPTS}/explain_plan.py --study {params.study:q} --results-dir {RESULTS}"
+        " --root {params.root} 2>&1 | tee {log}"

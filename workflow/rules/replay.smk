@@ -32,14 +32,18 @@ rule measure_plain:
         cell=lambda w: cell_of(cell_path(w, "plain")).document,
         build=lambda w, input: str(Path(input.build).parent),
         code=PLAN.code["measure_replay"],
+        inputs=lambda w: canonical_json(cell_of(cell_path(w, "plain")).inputs),
     threads: lambda w: STUDY.routes[w.route].settings.threads
+    resources:
+        **asked_of(lambda w: STUDY.routes[w.route].resources),
     conda:
         "../../envs/measure.yaml"
     priority: 1  # verdicts before prices
     shell:
         "python {SCRIPTS}/measure_replay.py --cell {params.cell:q} --build {params.build}"
         " --model {input.model} --prompts {input.prompts} --store {RESULTS}/store"
-        " --code-digest {params.code} --output {output} 2>&1 | tee {log}"
+        " --code-digest {params.code} --inputs {params.inputs:q} --output {output}"
+        " 2>&1 | tee {log}"
 
 
 rule measure_replay:
@@ -58,11 +62,15 @@ rule measure_replay:
         cell=lambda w: cell_of(cell_path(w, w.variant)).document,
         build=lambda w, input: str(Path(input.build).parent),
         code=PLAN.code["measure_replay"],
+        inputs=lambda w: canonical_json(cell_of(cell_path(w, w.variant)).inputs),
     threads: lambda w: STUDY.routes[w.route].settings.threads
+    resources:
+        **asked_of(lambda w: STUDY.routes[w.route].resources),
     conda:
         "../../envs/measure.yaml"
     priority: 1  # verdicts before prices
     shell:
         "python {SCRIPTS}/measure_replay.py --cell {params.cell:q} --build {params.build}"
         " --model {input.model} --prompts {input.prompts} --plain {input.plain}"
-        " --store {RESULTS}/store --code-digest {params.code} --output {output} 2>&1 | tee {log}"
+        " --store {RESULTS}/store --code-digest {params.code} --inputs {params.inputs:q}"
+        " --output {output} 2>&1 | tee {log}"

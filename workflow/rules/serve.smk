@@ -56,20 +56,26 @@ rule measure_serving:
         cell=lambda w: serve_of(w).document,
         server=server_argument,
         code=PLAN.code["measure_serving"],
+        inputs=lambda w: canonical_json(serve_of(w).inputs),
     threads: lambda w: STUDY.routes[w.route].settings.threads
     resources:
         # counted, so that no job is started only to wait; what decides is the claim
-        gpu=lambda w: claims_one_of(w, GPU_DEVICES),
-        npu=lambda w: claims_one_of(w, ("npu",)),
-        cpu_claim=lambda w: claims_one_of(w, ("cpu",)),
+        **asked_of(
+            lambda w: STUDY.routes[w.route].resources,
+            counted={
+                "gpu": lambda w: claims_one_of(w, GPU_DEVICES),
+                "npu": lambda w: claims_one_of(w, ("npu",)),
+                "cpu_claim": lambda w: claims_one_of(w, ("cpu",)),
+            },
+        ),
     conda:
         "../../envs/measure.yaml"
     priority: 1  # verdicts before prices
     shell:
         "python {SCRIPTS}/measure_serving.py --cell {params.cell:q} {params.server}"
         " --model {input.model} --prompts {input.prompts} --store {RESULTS}/store"
-        " --logs {RESULTS}/logs/servers --code-digest {params.code} --output {output}"
-        " 2>&1 | tee {log}"
+        " --logs {RESULTS}/logs/servers --code-digest {params.code}"
+        " --inputs {params.inputs:q} --output {output} 2>&1 | tee {log}"
 
 
 def agree_of(wildcards):
@@ -98,8 +104,9 @@ rule compare_routes:
     params:
         cell=lambda w: agree_of(w).document,
         code=PLAN.code["compare_routes"],
+        inputs=lambda w: canonical_json(agree_of(w).inputs),
     conda:
         "../../envs/measure.yaml"
     shell:
         "python {SCRIPTS}/compare_routes.py --cell {params.cell:q} --a {input.a} --b {input.b}"
-        " --code-digest {params.code} --output {output} > {log} 2>&1"
+        " --code-digest {params.code} --inputs {params.inputs:q} --output {output} > {log} 2>&1"

@@ -1,6 +1,6 @@
 """Compare two routes' replies to the same requests: one cell of the agree sweep.
 
-Reads two replies cells (schema.py: replies), picks the rows that the cell names, and writes one
+Reads two replies cells (schema/replies.py), picks the rows that the cell names, and writes one
 Parquet file (agree) with one row per aligned position. Measures nothing. Ends when the Snakemake
 that started it ends.
 """
@@ -18,12 +18,14 @@ from routewise.watch import end_with_snakemake
 
 
 @report_errors
-def main(cell: str, a: Path, b: Path, code_digest: str, output: Path) -> None:
+def main(
+    cell: str, a: Path, b: Path, code_digest: str, inputs: dict[str, Any], output: Path
+) -> None:
     """Compare the replies files ``a`` and ``b`` as ``cell`` (one JSON string) says."""
     end_with_snakemake()
     pair = PairCell.from_document(_document(cell))
     print(f"{pair.name}: writing {output}")
-    print(f"{pair.name}: {compare_pair(pair, a, b, code_digest, output)}")
+    print(f"{pair.name}: {compare_pair(pair, a, b, code_digest, output, inputs)}")
 
 
 def _document(text: str) -> dict[str, Any]:
@@ -44,5 +46,6 @@ if __name__ == "__main__":
     parser.add_argument("--a", required=True, type=Path, help="replies cell of the first route")
     parser.add_argument("--b", required=True, type=Path, help="replies cell of the second route")
     parser.add_argument("--code-digest", required=True, help="digest of the comparing code")
+    parser.add_argument("--inputs", type=json.loads, default={}, help="what was planned, as JSON")
     parser.add_argument("--output", required=True, type=Path, help="the cell file to write")
     raise SystemExit(main(**vars(parser.parse_args())))

@@ -1,6 +1,6 @@
 """Measure one cell of the cost sweep: pass time by width, routes interleaved as worker processes.
 
-Reads builds and a GGUF; writes one Parquet file (schema.py: cost), one row a sample. With
+Reads builds and a GGUF; writes one Parquet file (schema/cost.py), one row a sample. With
 --worker it is one of the workers that it starts itself. Ends when its Snakemake ends.
 """
 
@@ -10,6 +10,7 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from routewise.claim import run_under_hold
 from routewise.cost import CostCell, measure_cost, serve_arm
@@ -23,6 +24,7 @@ def main(
     cell: CostCell,
     model: Path,
     code_digest: str,
+    inputs: dict[str, Any],
     output: Path,
     worker: int | None = None,
     parent: int | None = None,
@@ -36,7 +38,8 @@ def main(
     for claim in cell.claims:
         run_under_hold(claim, f"cost {cell.model}")
     print(f"cost {cell.model}: writing {output}")
-    measure_cost(cell, model, asdict(read_model(model)), code_digest, output, Path(__file__))
+    record = asdict(read_model(model))
+    measure_cost(cell, model, record, code_digest, output, Path(__file__), inputs)
 
 
 def _cell(text: str) -> CostCell:
@@ -48,6 +51,7 @@ if __name__ == "__main__":
     parser.add_argument("--cell", required=True, type=_cell, help="the cell as one JSON string")
     parser.add_argument("--model", required=True, type=Path, help="the GGUF")
     parser.add_argument("--code-digest", default="", help="digest of the measuring code")
+    parser.add_argument("--inputs", type=json.loads, default={}, help="what was planned, as JSON")
     parser.add_argument("--output", type=Path, help="the cell file to write")
     parser.add_argument("--worker", type=int, help="be the worker of this arm")
     parser.add_argument("--parent", type=int, help="process that a worker must not outlive")

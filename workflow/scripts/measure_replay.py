@@ -1,7 +1,7 @@
 """Measure one cell of the replay sweep: a plain arm, or a replay compared with it.
 
 Reads a build, a GGUF, token ids and, for a replay, the plain cell; takes what is in the result
-store and measures the rest prompt by prompt. Writes one Parquet file (schema.py: plain, replay).
+store and measures the rest prompt by prompt. Writes one Parquet file (schema/replay.py).
 Ends when the Snakemake that started it ends.
 """
 
@@ -11,6 +11,7 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from routewise.cell import Cell, Inputs, measure_cell
 from routewise.errors import report_errors
@@ -30,6 +31,7 @@ def main(
     plain: Path | None,
     store: Path,
     code_digest: str,
+    inputs: dict[str, Any],
     output: Path,
 ) -> None:
     """Measure ``cell`` into ``output``; ``plain`` is its plain cell, None where it is one."""
@@ -38,8 +40,9 @@ def main(
     if removed:
         print(f"left out of the engine's environment: {', '.join(sorted(removed))}")
     print(f"{cell.name}: writing {output}")
-    inputs = Inputs(build, model, asdict(read_model(model)), prompts, store, code_digest)
-    measure_cell(cell, inputs, output, plain)
+    record = asdict(read_model(model))
+    files = Inputs(build, model, record, prompts, store, code_digest, inputs)
+    measure_cell(cell, files, output, plain)
 
 
 def _cell(text: str) -> Cell:
@@ -55,5 +58,6 @@ if __name__ == "__main__":
     parser.add_argument("--plain", type=Path, help="the plain cell; for a replay")
     parser.add_argument("--store", required=True, type=Path, help="folder of the result store")
     parser.add_argument("--code-digest", required=True, help="digest of the measuring code")
+    parser.add_argument("--inputs", type=json.loads, default={}, help="what was planned, as JSON")
     parser.add_argument("--output", required=True, type=Path, help="the cell file to write")
     raise SystemExit(main(**vars(parser.parse_args())))

@@ -1,7 +1,8 @@
 """Turn a prompt set into token ids with one model's template and tokenizer.
 
 Reads the JSONL file and the GGUF; the tokenizer is that of the build in LIBRARY_DIR. Writes the
-table ``prompts`` (schema.py): token ids, tokens to decode, and a digest of both for each prompt.
+table ``prompts`` (schema/prompts.py): token ids, tokens to decode, and a digest of both for
+each prompt.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from routewise.errors import report_errors
 from routewise.gguf_check import check_gguf
 from routewise.model import read_model
 from routewise.prompt import load_prompts, prompts_digest, read_template, tokenize_prompts
-from routewise.schema import table_of, write_table
+from routewise.schema.file import table_of, write_table
+from routewise.schema.prompts import PROMPTS
 from routewise.watch import end_with_snakemake
 
 NO_TOKENIZER = (None, "no_vocab", "none")
@@ -46,7 +48,7 @@ def main(prompts: Path, model: Path, library_dir: Path, context: int | None, out
         "model_sha256": record.sha256,
         "engine_identity": engine.identity,
     }
-    write_table(output, "prompts", table_of("prompts", columns), provenance)
+    write_table(output, PROMPTS, table_of(PROMPTS, columns), provenance)
     counts = ", ".join(
         f"{name} {len(ids)}+{n_asked}"
         for name, ids, n_asked in zip(

@@ -6,10 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from routewise.before_after import add_compare_parser
 from routewise.claims_view import print_claims
 from routewise.endpoint import add_agree_parser, add_batched_parser
 from routewise.errors import report_errors
 from routewise.plan import fetch_sources
+from routewise.store_view import add_store_parser
 from routewise.study import read_study
 
 
@@ -43,6 +45,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     command.set_defaults(run=run_claims)
     add_agree_parser(commands)
     add_batched_parser(commands)
+    add_store_parser(commands)
+    add_compare_parser(commands)
     return parser.parse_args(words)
 
 

@@ -20,7 +20,8 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 
-from routewise.schema import AGREE, table_of
+from routewise.schema.agree import AGREE
+from routewise.schema.file import table_of
 from routewise.state import Rows
 
 #: Published gates for two routes that should agree: largest and mean |logprob difference|. Drawn
@@ -50,12 +51,12 @@ Integers = npt.NDArray[np.int64]
 
 
 def agree_rows(a: Rows, b: Rows, same_weights: bool, match: str) -> pa.Table:
-    """Compare the replies of two routes to the same requests, as a table of schema.AGREE.
+    """Compare the replies of two routes to the same requests, as a table of schema/agree.
 
     Parameters
     ----------
     a, b
-        Rows of schema.REPLIES, one per (prompt_id, copy). Read are prompt_index, prompt_id,
+        Rows of schema/replies, one per (prompt_id, copy). Read are prompt_index, prompt_id,
         category, copy, status, n_asked, n_received, finish, text, the token, logprob and top list
         columns. Invalid replies, and those that only one route has, are left out.
     same_weights
@@ -77,7 +78,7 @@ def agree_rows(a: Rows, b: Rows, same_weights: bool, match: str) -> pa.Table:
     if match not in MATCHES:
         raise ValueError(f"match {match!r}: wanted one of {', '.join(MATCHES)}")
     replies_a, replies_b = _by_request(a, "a"), _by_request(b, "b")
-    columns: dict[str, list[Any]] = {name: [] for name in AGREE.names}
+    columns: dict[str, list[Any]] = {name: [] for name in AGREE.arrow.names}
     for request in sorted(replies_a.keys() & replies_b.keys()):
         row_a, row_b = replies_a[request], replies_b[request]
         if match == "ids" and (row_a["token_ids"] is None or row_b["token_ids"] is None):
@@ -89,7 +90,7 @@ def agree_rows(a: Rows, b: Rows, same_weights: bool, match: str) -> pa.Table:
         columns["arithmetic_only"] += [same_weights] * n
         for name, values in compared.items():
             columns[name] += values
-    return table_of("agree", columns)
+    return table_of(AGREE, columns)
 
 
 _REQUEST = ["prompt_index", "prompt_id", "category", "copy"]
@@ -530,7 +531,7 @@ class AgreeSummary:
 
 
 def agree_summary(rows: Rows) -> AgreeSummary:
-    """Summarise rows of schema.AGREE of one pair of routes (one cell's rows)."""
+    """Summarise rows of schema/agree of one pair of routes (one cell's rows)."""
     frame: pd.DataFrame = rows if isinstance(rows, pd.DataFrame) else rows.to_pandas()
     return AgreeSummary(
         all_replies=_score(frame),

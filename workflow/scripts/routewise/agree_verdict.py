@@ -38,7 +38,7 @@ def judge_agree(
 ) -> ServeJudgement:
     """Judge whether two routes give the same replies to the same requests.
 
-    ``rows`` are one cell's of schema.AGREE; ``prompts`` those that the routes were asked;
+    ``rows`` are one cell's of schema/agree; ``prompts`` those that the routes were asked;
     ``witnesses`` say by route what :func:`witness_of` said of the replies, which counts above
     width 1: there both routes need one, and each prompt all of its ``width`` copies.
     ``unobservable`` says why the two sides are no two measurements, whatever they hold.

@@ -49,6 +49,8 @@ from routewise.patch import Patch, patched_files
 from routewise.source import (
     component_digests,
     component_of,
+    file_digests,
+    folded,
     raw_digest,
     remove_stale,
     source_files,
@@ -71,7 +73,10 @@ class Backend:
     components: tuple[str, ...]
 
 
-BACKENDS: dict[str, Backend] = {"cpu": Backend({}, ())}
+BACKENDS: dict[str, Backend] = {
+    "cpu": Backend({}, ()),
+    "cuda": Backend({"GGML_CUDA": "ON"}, ("ggml-cuda",)),
+}
 
 #: The parts of a build: ninja targets, and what is copied out of the work folder.
 PARTS: dict[str, tuple[str, ...]] = {
@@ -116,6 +121,7 @@ class BuildSpec:
     backend: str
     patch: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
+    host: str | None = None  # the kind of host that compiles it; None is this machine
 
     @classmethod
     def from_config(cls, name: str, entry: Mapping[str, Any]) -> BuildSpec:
@@ -138,7 +144,7 @@ class BuildSpec:
             options[str(key)] = (
                 ("ON" if value else "OFF") if isinstance(value, bool) else str(value)
             )
-        return cls(str(entry["source"]), backend, entry.get("patch"), options)
+        return cls(str(entry["source"]), backend, entry.get("patch"), options, entry.get("host"))
 
 
 @dataclass(frozen=True)
@@ -152,13 +158,22 @@ class BuildPlan:
     root: Path = field(repr=False)  # the source's tree, unpatched
     changed: Mapping[str, bytes] = field(repr=False)  # what the patch makes of it
     options: Mapping[str, str]
-    toolchain: Mapping[str, str]  # what of it decides bits; no path
+    toolchain: Mapping[str, str]  # what of it decides bits, or the kind of host; no path
     components: Mapping[str, str]  # component -> normalised digest, patched
     digest: str  # of the engine, 64 hex digits; its identity too
     tools_digest: str  # of the unpatched tools
     server_digest: str  # of llama-server with the engine's libraries
     results_dir: Path = field(repr=False)
     shim_dir: Path = field(repr=False)
+    host: str | None = None
+    files: Mapping[str, str] = field(default_factory=dict, repr=False)  # patched, normalised
+
+    def parts(self) -> dict[str, Any]:
+        """Return what the digests of this build are made of, for people and for comparing."""
+        components = {f"component:{name}": digest for name, digest in self.components.items()}
+        options = {f"option:{name}": value for name, value in self.options.items()}
+        toolchain = {f"toolchain:{name}": value for name, value in self.toolchain.items()}
+        return {"backend": self.backend, "patch": self.patch, **components, **options, **toolchain}
 
     @property
     def identity(self) -> str:
@@ -219,12 +234,16 @@ def plan_build(
     """
     backend = BACKENDS[spec.backend]
     options = {**DEFAULT_OPTIONS, **backend.options, **spec.options}
-    toolchain = toolchain_identity(options, cache)
+    if spec.host is None:
+        toolchain = toolchain_identity(options, cache, spec.backend)
+    else:  # compiled elsewhere: known by the host's kind, and recorded there
+        toolchain = {"host": spec.host}
     changed = patched_files(patch, root, spec.source) if patch else {}
     engine = {*ENGINE_COMPONENTS, *backend.components}
     wanted = {*engine, *TOOL_COMPONENTS, *SERVER_COMPONENTS}
     stock = component_digests(root, cache, None, wanted.__contains__)
-    patched = component_digests(root, cache, changed, wanted.__contains__) if changed else stock
+    files = file_digests(root, cache, changed, wanted.__contains__)
+    patched = folded(files) if changed else stock
     common: dict[str, Any] = {
         "format": BUILD_FORMAT,
         "backend": spec.backend,
@@ -265,6 +284,8 @@ def plan_build(
         ),
         results_dir=Path(results_dir),
         shim_dir=shim_dir,
+        host=spec.host,
+        files=files,
     )
 
 
@@ -297,11 +318,12 @@ def find_compilers() -> tuple[Path, Path]:
 
 
 def toolchain_identity(
-    options: Mapping[str, str], cache: DigestCache | None = None
+    options: Mapping[str, str], cache: DigestCache | None = None, backend: str = "cpu"
 ) -> dict[str, str]:
     """Return what of the toolchain decides bits: versions and, for a native build, the host's CPU.
 
-    Independent of where the compilers lie. Raises RoutewiseError where one is missing.
+    Independent of where the compilers lie. Raises RoutewiseError where one of C or C++ is missing.
+    A device compiler that is missing is named as such: a plan may be made where no device is.
     """
     native = options.get("GGML_NATIVE", "").upper() in ("ON", "1", "TRUE", "YES")
     cpu = _host_cpu() if native else ""
@@ -315,6 +337,18 @@ def toolchain_identity(
         )
     if native:
         identity["cpu"] = cpu
+    if backend == "cuda":
+        nvcc = shutil.which("nvcc")
+        identity["cuda"] = (
+            "not on this machine"
+            if nvcc is None
+            else _cached_answer(
+                cache,
+                Path(nvcc),
+                "nvcc",
+                lambda: _run_compiler([nvcc, "--version"]).strip().splitlines()[-1],
+            )
+        )
     return identity
 
 
@@ -593,7 +627,7 @@ def _start(command: list[str], plan: BuildPlan, stdout: TextIO | int) -> subproc
         "CCACHE_BASEDIR": os.fspath(plan.work_dir.resolve()),
         "CCACHE_NOHASHDIR": "1",
         # ccache takes -march=native for the same wherever it is: not across processors.
-        "CCACHE_NAMESPACE": f"routewise {plan.toolchain.get('cpu', '')}",
+        "CCACHE_NAMESPACE": f"routewise {_host_cpu() if plan.host else plan.toolchain.get('cpu')}",
     }
     for variable in ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "SOURCE_DATE_EPOCH"):
         environment.pop(variable, None)  # would move bits that no digest knows of
@@ -733,7 +767,10 @@ def _document(plan: BuildPlan, part: str, compiled: Compiled, folder: Path) -> d
         },
         "components": dict(plan.components),
         "options": dict(plan.options),
-        "toolchain": dict(plan.toolchain),
+        "toolchain": {
+            **plan.toolchain,
+            **({} if plan.host is None else toolchain_identity(plan.options, None, plan.backend)),
+        },
         "compiler": {"c": os.fspath(c), "cxx": os.fspath(cxx)},
         "cmake": _run_compiler([_program("cmake"), "--version"]).splitlines()[0].split()[-1],
         "raw_source_digest": raw_digest(plan.root),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,9 @@ from routewise.errors import RoutewiseError
 from routewise.machine import describe_machine, device_scope
 from routewise.progress import Progress
 from routewise.replay import PlainRun, ReplayRun, plan_passes, run_plain, run_replay
-from routewise.schema import read_table, table_of, write_table
+from routewise.schema.file import TableSchema, read_table, table_of, write_table
+from routewise.schema.prompts import PROMPTS
+from routewise.schema.replay import PLAIN, REPLAY
 from routewise.store import Store, fragment_key
 
 PLAIN_VARIANT = "plain"
@@ -76,6 +78,7 @@ class Inputs:
     prompts: Path
     store: Path
     code_digest: str
+    planned: dict[str, Any] = field(default_factory=dict)  # by inputs.py, for a later plan to read
 
 
 class Bench:
@@ -128,18 +131,18 @@ def measure_cell(cell: Cell, inputs: Inputs, output: Path, plain_path: Path | No
     Raises RoutewiseError where the build mapped is not the one named, or the engine refuses.
     """
     started_at = datetime.now(UTC)
-    prompts, prompt_provenance = read_table(inputs.prompts, "prompts")
+    prompts, prompt_provenance = read_table(inputs.prompts, PROMPTS)
     bench = Bench(cell, inputs)
     if cell.variant == PLAIN_VARIANT:
-        table, measure = "plain", _measure_plain
+        table, measure = PLAIN, _measure_plain
     else:
         if plain_path is None:
             raise RoutewiseError(f"{cell.name}: a replay needs its plain cell", "give --plain")
-        table, measure = "replay", _measure_replay
+        table, measure = REPLAY, _measure_replay
     parts, notes = _gather(bench, table, measure, prompts.to_pylist())
     rows = pa.concat_tables(parts)
     reasons = sorted({reason for note in notes for reason in note["invalid_reasons"]})
-    if plain_path is not None and table == "replay":
+    if plain_path is not None and table is REPLAY:
         rows = _check_plain_repeat(rows, plain_path)
     provenance = {
         "cell": {
@@ -156,8 +159,10 @@ def measure_cell(cell: Cell, inputs: Inputs, output: Path, plain_path: Path | No
         "prompts": {"name": cell.prompts, "digest": prompt_provenance["prompt_set_digest"]},
         "machine": bench.machine,
         "code_digest": inputs.code_digest,
+        "inputs": inputs.planned,
         "started_at": started_at.isoformat(timespec="seconds"),
         "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "fragments": [note["key"] for note in notes],  # in the store
         "n_measured": sum(not note["adopted"] for note in notes),
         "n_adopted": sum(note["adopted"] for note in notes),
         "measure_s": round(sum(note["measure_s"] for note in notes), 3),
@@ -167,13 +172,14 @@ def measure_cell(cell: Cell, inputs: Inputs, output: Path, plain_path: Path | No
 
 
 def _gather(
-    bench: Bench, table: str, measure: Measure, prompts: list[dict[str, Any]]
+    bench: Bench, table: TableSchema, measure: Measure, prompts: list[dict[str, Any]]
 ) -> tuple[list[pa.Table], list[dict[str, Any]]]:
     store = Store(bench.inputs.store)
     progress = Progress(f"{bench.cell.name}:", sum(p["n_asked"] for p in prompts), "positions")
     parts, notes = [], []
     for prompt in prompts:
-        key = fragment_key(bench.key_inputs(table, prompt["digest"]))
+        key_inputs = bench.key_inputs(table.name, prompt["digest"])
+        key = fragment_key(key_inputs)
         found = store.get(key, table)
         if found is None:
             start = time.perf_counter()
@@ -184,8 +190,8 @@ def _gather(
                 "machine": bench.machine,
                 "build": bench.build,
             }
-            store.put(key, table, rows, note)
-            notes.append({**note, "adopted": False})
+            store.put(key_inputs, table, rows, note)
+            notes.append({**note, "key": key, "adopted": False})
         else:
             rows, note = found
             progress.start_at(progress.done + prompt["n_asked"])
@@ -284,7 +290,7 @@ def _placed(rows: pa.Table, prompt: dict[str, Any]) -> pa.Table:
 
 def _check_plain_repeat(rows: pa.Table, plain_path: Path) -> pa.Table:
     """Say of each row whether this job's plain arm gave the bits of the plain cell."""
-    plain, _ = read_table(plain_path, "plain")
+    plain, _ = read_table(plain_path, PLAIN)
     stored = {
         (prompt_id, step): digest
         for prompt_id, step, digest in zip(
@@ -322,7 +328,7 @@ def _plain_rows(plain: PlainRun, prompt: dict[str, Any]) -> pa.Table:
     n = len(summaries)
     inputs = [plain.prompt_ids[-1], *plain.token_ids]
     return table_of(
-        "plain",
+        PLAIN,
         {
             **_prompt_columns(prompt, n),
             "step": range(n),
@@ -358,7 +364,7 @@ def _replay_rows(plain: PlainRun, replay: ReplayRun, prompt: dict[str, Any]) -> 
 
     comparisons = [row.comparison for row in rows]
     return table_of(
-        "replay",
+        REPLAY,
         {
             **_prompt_columns(prompt, n),
             "step": [row.step for row in rows],

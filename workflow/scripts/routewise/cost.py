@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -36,7 +36,8 @@ from routewise.machine import (
 )
 from routewise.progress import Progress
 from routewise.replay import prefill
-from routewise.schema import table_of, write_table
+from routewise.schema.cost import COST
+from routewise.schema.file import table_of, write_table
 from routewise.watch import end_with_parent
 
 #: A round is marked where others used more than this many cores' worth of time.
@@ -198,8 +199,11 @@ def measure_cost(
     code_digest: str,
     output: Path,
     script: Path,
+    planned: Mapping[str, Any] | None = None,
 ) -> None:
     """Measure a cost cell and write it to ``output``; ``script`` is what a worker is started by.
+
+    ``planned`` are the inputs of the cell as planned, for a later plan to read.
 
     The devices of all arms are held for it, so that nobody else who claims them runs beside it.
     """
@@ -254,10 +258,11 @@ def measure_cost(
             {"device": held.device, "wait_s": held.wait_s, "hold_s": held.hold_s} for held in claims
         ],
         "code_digest": code_digest,
+        "inputs": dict(planned or {}),
         "started_at": started_at.isoformat(timespec="seconds"),
         "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    write_table(output, "cost", table_of("cost", columns), provenance)
+    write_table(output, COST, table_of(COST, columns), provenance)
 
 
 def _one_round(

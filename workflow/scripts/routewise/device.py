@@ -6,7 +6,9 @@ tell, the machine's boot stands for them: another card or driver takes a reboot.
 
 from __future__ import annotations
 
+import os
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,27 @@ _MODULES = {
     "vulkan": ("amdgpu", "i915", "xe", "nvidia"),
 }
 _QUERY_LIMIT_S = 20.0
+#: Where each kind of device shows itself; a device of another name is taken on trust.
+_NODES: dict[str, tuple[str, ...]] = {
+    "cuda": ("nvidiactl", "nvidia[0-9]*"),
+    "hip": ("kfd",),
+    "hrx": ("kfd",),
+    "npu": ("accel/accel*",),
+    "vulkan": ("dri/renderD*",),
+}
+#: Names devices that are there though no file in /dev says so, with commas between.
+TRUSTED = "ROUTEWISE_DEVICES"
+
+
+def missing_devices(devices: Iterable[str], folder: Path = Path("/dev")) -> dict[str, str]:
+    """Return those of the devices that this machine does not have, and what was looked for."""
+    trusted = os.environ.get(TRUSTED, "").replace(" ", "").split(",")
+    missing = {}
+    for device in dict.fromkeys(devices):
+        nodes = _NODES.get(device, ())
+        if nodes and device not in trusted and not any(any(folder.glob(n)) for n in nodes):
+            missing[device] = " or ".join(f"{folder}/{node}" for node in nodes)
+    return missing
 
 
 def identify_device(device: str, unit: str | None = None) -> dict[str, Any]:

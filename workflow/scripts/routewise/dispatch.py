@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from routewise.errors import RoutewiseError
-from routewise.schema import DISPATCH
+from routewise.schema.dispatch import DISPATCH
 
 #: How often the configuration without the arm must have logged one and the same set.
 BASE_REPEATS = 3
@@ -233,7 +233,7 @@ def judge_arm(
 
 
 def dispatch_columns(observations: Iterable[Observation]) -> dict[str, list[Any]]:
-    """Return observations as columns of ``schema.DISPATCH``, their dispatches in order."""
+    """Return observations as columns of ``schema.dispatch.DISPATCH``, their dispatches in order."""
     rows = [
         (
             seen.life,
@@ -249,7 +249,7 @@ def dispatch_columns(observations: Iterable[Observation]) -> dict[str, list[Any]
         for seen in observations
         for dispatch, n in sorted(seen.counts.items())
     ]
-    return {name: [row[i] for row in rows] for i, name in enumerate(DISPATCH.names)}
+    return {name: [row[i] for row in rows] for i, name in enumerate(DISPATCH.arrow.names)}
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -16,7 +16,9 @@ from routewise.claim import Held
 from routewise.client import Client
 from routewise.dispatch import LOGS, DispatchLog, Observation, dispatch_columns, read_since
 from routewise.errors import RoutewiseError
-from routewise.schema import read_table, table_of, write_table
+from routewise.schema.dispatch import DISPATCH
+from routewise.schema.file import read_table, table_of, write_table
+from routewise.schema.prompts import PROMPTS
 from routewise.serve import ServingJob, held_device, serving_provenance
 from routewise.serve_cell import ServeCell, ServeInputs
 from routewise.server import Server
@@ -28,7 +30,7 @@ def measure_dispatch(cell: ServeCell, inputs: ServeInputs, output: Path) -> None
     Raises RoutewiseError where the server cannot be started or answers badly.
     """
     started_at = datetime.now(UTC)
-    prompts, prompt_provenance = read_table(inputs.prompts, "prompts")
+    prompts, prompt_provenance = read_table(inputs.prompts, PROMPTS)
     job = ServingJob(cell, inputs, prompts.to_pylist()[:1])
     seen: list[Observation] = []
     reason = None if cell.serving.dispatch else "the route names no log of its kernels (dispatch)"
@@ -41,7 +43,7 @@ def measure_dispatch(cell: ServeCell, inputs: ServeInputs, output: Path) -> None
                 seen.append(_observe(job, fragment.block, log, held))
     provenance = serving_provenance(job, started_at, prompt_provenance)
     provenance["unsupported"] = reason or provenance["unsupported"]
-    write_table(output, "dispatch", table_of("dispatch", dispatch_columns(seen)), provenance)
+    write_table(output, DISPATCH, table_of(DISPATCH, dispatch_columns(seen)), provenance)
 
 
 def _observe(job: ServingJob, block: Block, log: DispatchLog, held: Held | None) -> Observation:

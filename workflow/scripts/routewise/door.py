@@ -8,8 +8,8 @@ tool's. The record inside is ours::
      "routes": {NAME: [{"prompt_id": ..., "prompt_index": ..., "category": ...,
                         "runs": [RECORD, ...]}, ...]}}
 
-A RECORD is one row of the table ``replies`` (:data:`routewise.schema.REPLIES` says what each
-column is), without the three columns of the prompt. Its values as JSON:
+A RECORD is one row of the table ``replies`` (``routewise/schema/replies.py`` says what each column
+is), without the three columns of the prompt. Its values as JSON:
 
 ==================  ================================================================
 column              JSON
@@ -40,11 +40,12 @@ import pyarrow as pa
 
 from routewise.digest import write_text
 from routewise.errors import RoutewiseError
-from routewise.schema import REPLIES, table_of
+from routewise.schema.file import table_of
+from routewise.schema.replies import REPLIES
 
 FORMAT = "routewise replies 1"
 PROMPT_COLUMNS = ("prompt_index", "prompt_id", "category")
-RECORD_COLUMNS = tuple(name for name in REPLIES.names if name not in PROMPT_COLUMNS)
+RECORD_COLUMNS = tuple(name for name in REPLIES.arrow.names if name not in PROMPT_COLUMNS)
 _TEXT, _TEXT_HEX = "text", "text_hex"
 
 
@@ -73,15 +74,15 @@ class Report:
                 f"route {route!r} is not in the report", f"it has {', '.join(self.routes)}"
             )
         rows = [{**entry.prompt, **run} for entry in self.routes[route] for run in entry.runs]
-        for field in REPLIES:
+        for field in REPLIES.arrow:
             lacking = [row for row in rows if row.get(field.name) is None]
             if lacking and not field.nullable:
                 raise RoutewiseError(
                     f"route {route!r}: {len(lacking)} of {len(rows)} runs have no {field.name}",
                     "the report was not written by Routewise, or was changed since",
                 )
-        columns = {name: [row.get(name) for row in rows] for name in REPLIES.names}
-        return table_of("replies", columns)
+        columns = {name: [row.get(name) for row in rows] for name in REPLIES.arrow.names}
+        return table_of(REPLIES, columns)
 
 
 def report_of(routes: Mapping[str, pa.Table]) -> dict[str, Any]:
@@ -169,7 +170,7 @@ def _known(
         if key not in found:
             missing.append(f"{place}.{name}: missing")
             continue
-        value, field = found[key], REPLIES.field(name)
+        value, field = found[key], REPLIES.arrow.field(name)
         try:
             # text without its hex came from elsewhere, and is what UTF-8 makes of it
             known[name] = str(value).encode() if key == _TEXT else _from_json(value, field.type)
@@ -182,7 +183,7 @@ def _known(
 
 def _record_of(row: dict[str, Any]) -> dict[str, Any]:
     record = {
-        name: _to_json(row[name], REPLIES.field(name).type)
+        name: _to_json(row[name], REPLIES.arrow.field(name).type)
         for name in RECORD_COLUMNS
         if name != _TEXT
     }

@@ -38,7 +38,8 @@ from routewise.progress import Progress
 from routewise.prompt import NAME, ChatTemplate, Prompt, load_prompts, tokenize_prompts
 from routewise.reply import Ask, Reply, Speech
 from routewise.route import is_local
-from routewise.schema import REPLIES, table_of
+from routewise.schema.file import table_of
+from routewise.schema.replies import REPLIES
 from routewise.serve_verdict import (
     LOGPROB,
     ServeJudgement,
@@ -508,7 +509,8 @@ def ask_all(
             f"route {endpoint.name}: none of {len(rows)} replies can be used: {broken[0]}",
             "look into the server's log, or say how it is spoken to with --api",
         )
-    return table_of("replies", {name: [row[name] for row in rows] for name in REPLIES.names})
+    names = REPLIES.arrow.names
+    return table_of(REPLIES, {name: [row[name] for row in rows] for name in names})
 
 
 async def _ask_all(

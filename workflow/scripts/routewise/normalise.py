@@ -240,13 +240,19 @@ def code_files(script: Path, cache: DigestCache | None = None) -> list[Path]:
 
 def code_digest(script: Path, cache: DigestCache | None = None) -> str:
     """Return one digest of the meaning of a script and of everything of ours that it imports."""
+    return digest_of([[file, digest] for file, digest in code_parts(script, cache).items()])
+
+
+def code_parts(script: Path, cache: DigestCache | None = None) -> dict[str, str]:
+    """Return the digest of each file that :func:`code_digest` covers, by its name, sorted.
+
+    Names are relative to the script's folder.
+    """
     root = Path(script).resolve().parent
-    return digest_of(
-        [
-            [os.path.relpath(path, root), normalised_digest(path, cache)]
-            for path in code_files(script, cache)
-        ]
-    )
+    return {
+        os.path.relpath(path, root): normalised_digest(path, cache)
+        for path in code_files(script, cache)
+    }
 
 
 def _references(path: Path, cache: DigestCache | None) -> tuple[list[tuple[int, str]], list[str]]:

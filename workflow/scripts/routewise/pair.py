@@ -18,7 +18,9 @@ import pyarrow.compute as pc
 
 from routewise.agree import agree_rows
 from routewise.errors import RoutewiseError
-from routewise.schema import AGREE, read_table, write_table
+from routewise.schema.agree import AGREE
+from routewise.schema.file import read_table, write_table
+from routewise.schema.replies import REPLIES
 
 AGREE_SWEEP = "agree"
 #: Columns of a replies table that say which rows are compared.
@@ -91,8 +93,17 @@ class PairCell:
         return f"{self.sweep} {self.route} {self.model} {self.variant}"
 
 
-def compare_pair(cell: PairCell, path_a: Path, path_b: Path, code_digest: str, output: Path) -> str:
+def compare_pair(
+    cell: PairCell,
+    path_a: Path,
+    path_b: Path,
+    code_digest: str,
+    output: Path,
+    planned: Mapping[str, Any] | None = None,
+) -> str:
     """Write the agree cell of two replies cells to ``output``; return what it holds, in words.
+
+    ``planned`` are the inputs of the cell as planned, for a later plan to read.
 
     Where a route could not do what is picked, the table has no rows and the provenance the reason;
     so it is where both sides are the very same replies, which would be equal whatever they say.
@@ -115,7 +126,7 @@ def compare_pair(cell: PairCell, path_a: Path, path_b: Path, code_digest: str, o
     unsupported = _by_route(a, b, lambda side: side.refusals)
     reasons = _by_route(a, b, lambda side: side.told["invalid_reasons"])
     match = None
-    rows = AGREE.empty_table()
+    rows = AGREE.arrow.empty_table()
     itself = None
     if not unsupported and _is_itself(a, b):
         itself = f"{route_a} was asked only once: its replies would be compared with themselves"
@@ -135,6 +146,7 @@ def compare_pair(cell: PairCell, path_a: Path, path_b: Path, code_digest: str, o
         "prompts": a.told["prompts"],
         "machine": _machine(a.told["machine"], b.told["machine"]),
         "code_digest": code_digest,
+        "inputs": dict(planned or {}),
         "invalid_reasons": reasons,
         "unsupported": "; ".join(unsupported) or None,
         "unobservable": itself,
@@ -146,7 +158,7 @@ def compare_pair(cell: PairCell, path_a: Path, path_b: Path, code_digest: str, o
         "started_at": started_at.isoformat(timespec="seconds"),
         "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    write_table(output, "agree", rows, provenance)
+    write_table(output, AGREE, rows, provenance)
     if unsupported:
         return f"unsupported: {provenance['unsupported']}"
     if itself:
@@ -244,7 +256,7 @@ class _Side:
 
 
 def _read_side(path: Path, route: str, cell: PairCell, pick: Mapping[str, Any]) -> _Side:
-    rows, told = read_table(path, "replies")
+    rows, told = read_table(path, REPLIES)
     found = {key: told["cell"][key] for key in ("route", "model", "prompts")}
     wanted = {"route": route, "model": cell.model, "prompts": cell.prompts}
     if found != wanted:

@@ -8,8 +8,12 @@ What has been made once under a path is never made again, and what changes gets 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pickle
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,10 +23,18 @@ from routewise.build import BuildPlan, BuildSpec, plan_build
 from routewise.cell import PLAIN_VARIANT, Cell
 from routewise.claim import ClaimSpec
 from routewise.cost import Arm, CostCell
-from routewise.digest import DIGEST_LENGTH, DigestCache, canonical_json, digest_of
+from routewise.digest import (
+    DIGEST_LENGTH,
+    DigestCache,
+    canonical_json,
+    digest_of,
+    sha256_bytes,
+    write_text,
+)
 from routewise.errors import RoutewiseError
+from routewise.inputs import cell_digest, checked_inputs, write_manifest
 from routewise.model import ModelPlan, plan_model
-from routewise.normalise import code_digest
+from routewise.normalise import code_digest, code_parts
 from routewise.patch import load_patch
 from routewise.prompt import PromptPlan, load_prompts, prompts_digest
 from routewise.route import Route
@@ -42,6 +54,8 @@ MEASURING_SCRIPTS = (
     "measure_serving",
     "compare_routes",
 )
+#: Whose code the tables, the receipt and the figures depend on.
+REPORTING_SCRIPTS = ("build_tables", "write_receipt", "draw_figure")
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,7 @@ class CellPlan:
     prompts: PromptPlan
     plain: Path | None
     path: Path
+    inputs: dict[str, Any]
 
     @property
     def document(self) -> str:
@@ -67,6 +82,7 @@ class CostPlan:
     cell: CostCell
     builds: tuple[str, ...]
     path: Path
+    inputs: dict[str, Any]
 
     @property
     def document(self) -> str:
@@ -87,7 +103,12 @@ class StudyPlan:
     costs: dict[str, CostPlan]  # by path
     serves: dict[str, ServePlan]  # by path
     agrees: dict[str, AgreePlan]  # by path
-    code: dict[str, str]  # digest of each measuring script
+    code: dict[str, str]  # digest of each measuring and reporting script
+
+    @property
+    def cell_list(self) -> Path:
+        """The file that names all cells, one a line: a command line would be too long."""
+        return self.results / ".cache" / "cells" / f"{self.study.name}.txt"
 
     @property
     def folder(self) -> Path:
@@ -97,6 +118,16 @@ class StudyPlan:
     def cell_paths(self) -> list[str]:
         """Return the paths of all cells, in the order of the study."""
         return [*self.cells, *self.costs, *self.serves, *self.agrees]
+
+    def named_cells(self) -> dict[str, dict[str, Any]]:
+        """Return the inputs of every cell by its path, in the order of the study."""
+        plans: dict[str, CellPlan | CostPlan | ServePlan | AgreePlan] = {
+            **self.cells,
+            **self.costs,
+            **self.serves,
+            **self.agrees,
+        }
+        return {path: plan.inputs for path, plan in plans.items()}
 
 
 def fetch_sources(study: Study, results: Path, say: Callable[[str], None] | None = None) -> None:
@@ -119,7 +150,10 @@ def plan_study(study: Study, results: Path, root: Path) -> StudyPlan:
         for name in study.models
     }
     scripts = root / "workflow" / "scripts"
-    code = {name: code_digest(scripts / f"{name}.py", cache) for name in MEASURING_SCRIPTS}
+    code = {
+        name: code_digest(scripts / f"{name}.py", cache)
+        for name in (*MEASURING_SCRIPTS, *REPORTING_SCRIPTS)
+    }
     prompts = _plan_prompts(study, results, builds, models, code["tokenize_prompts"])
     serves = plan_serving(study, results, builds, models, prompts, code["measure_serving"], cache)
     plan = StudyPlan(
@@ -134,8 +168,31 @@ def plan_study(study: Study, results: Path, root: Path) -> StudyPlan:
         agrees=plan_agree(study, results, serves, code["compare_routes"]),
         code=code,
     )
+    _write_manifests(plan, scripts, cache)
     cache.save()
     return plan
+
+
+def _write_manifests(plan: StudyPlan, scripts: Path, cache: DigestCache) -> None:
+    """Keep what the composite digests of a plan are made of, so that a change can be told."""
+    for name, digest in plan.code.items():
+        parts = code_parts(scripts / f"{name}.py", cache)
+        write_manifest(plan.results, digest, {"kind": "code", "name": name, "parts": parts})
+    for build in plan.builds.values():
+        manifest = {"kind": "build", "name": build.name, "parts": build.parts()}
+        manifest["files"] = dict(build.files)
+        for part in ("engine", "server", "tools"):
+            write_manifest(plan.results, build.part_digest(part), manifest)
+    for prompts in plan.prompts.values():
+        parts = {
+            prompt.id: digest_of(asdict(prompt))[:DIGEST_LENGTH]
+            for prompt in load_prompts(prompts.file)
+        }
+        parts |= {"context": str(prompts.context), "code": plan.code["tokenize_prompts"]}
+        parts |= {"model": plan.models[prompts.model].key}
+        parts |= {"engine": plan.builds[prompts.build].digest}
+        manifest = {"kind": "prompts", "name": prompts.prompts, "parts": parts}
+        write_manifest(plan.results, prompts.digest, manifest)
 
 
 def _plan_builds(
@@ -226,20 +283,24 @@ def _plan_replay(
             for variant in (PLAIN_VARIANT, *study.replay_variants(route_name)):
                 parameters = variant_parameters(variant, study.replay)
                 env = {**REPLAY_ENVIRONMENT, **route.env}
-                digest = digest_of(
+                inputs = checked_inputs(
+                    "replay",
                     {
                         "sweep": "replay",
                         "variant": variant,
                         "settings": asdict(route.settings),
                         "parameters": parameters,
                         "env": env,
-                        "engine": builds[build].digest,
+                        "build": builds[build].digest,
+                        "host": route.host,
+                        "claim": None,  # a replay on a processor holds nothing
                         "model": models[model].key,
                         "prompts": prompt_plan.digest,
                         "code": code,
                         "plain": None if plain is None else plain.parent.name,
-                    }
-                )[:DIGEST_LENGTH]
+                    },
+                )
+                digest = cell_digest(inputs)
                 name = f"replay.{route_name}.{model}.{variant}.parquet"
                 path = results / "cells" / digest / name
                 cell = Cell(
@@ -253,7 +314,7 @@ def _plan_replay(
                     parameters=parameters,
                     env=env,
                 )
-                cells[str(path)] = CellPlan(cell, build, prompt_plan, plain, path)
+                cells[str(path)] = CellPlan(cell, build, prompt_plan, plain, path, inputs)
                 plain = path if variant == PLAIN_VARIANT else plain
     return cells
 
@@ -284,18 +345,21 @@ def _plan_cost(
             warmup=study.cost["warmup"],
             claims=_cost_claims(routes),
         )
-        digest = digest_of(
+        inputs = checked_inputs(
+            "cost",
             {
                 "sweep": "cost",
                 "cell": _without_limits(cell.document()),
-                "engines": [builds[_build_of(route)].digest for route in routes],
+                "builds": [builds[_build_of(route)].digest for route in routes],
+                "hosts": [route.host for route in routes],
                 "model": models[model].key,
                 "code": code,
-            }
-        )[:DIGEST_LENGTH]
+            },
+        )
+        digest = cell_digest(inputs)
         cell = CostCell(**{**vars(cell), "digest": digest})
         path = results / "cells" / digest / f"cost.{model}.parquet"
-        costs[str(path)] = CostPlan(cell, tuple(_build_of(route) for route in routes), path)
+        costs[str(path)] = CostPlan(cell, tuple(_build_of(route) for route in routes), path, inputs)
     return costs
 
 
@@ -320,6 +384,56 @@ def _without_limits(document: dict[str, Any]) -> dict[str, Any]:
 def _build_of(route: Route) -> str:
     assert route.build is not None, f"{route.name}: the study was checked for this"
     return route.build
+
+
+#: Names the plan of the Snakemake that submits jobs to those jobs, in their environment.
+FROZEN_PLAN = "ROUTEWISE_PLAN"
+_PLAN_KEPT_S = 14 * 24 * 3600.0
+
+
+def write_cell_list(plan: StudyPlan) -> None:
+    """Write the list of a plan's cells, if it is another one than before."""
+    text = "".join(f"{path}\n" for path in plan.cell_paths())
+    with contextlib.suppress(OSError):
+        if plan.cell_list.read_text() == text:
+            return
+    plan.cell_list.parent.mkdir(parents=True, exist_ok=True)
+    write_text(plan.cell_list, text)
+
+
+def freeze_plan(plan: StudyPlan) -> Path:
+    """Keep a plan for jobs on other hosts; return the file. Old ones are removed.
+
+    Planned again there it would be another one: a host has compilers of its own.
+    """
+    content = pickle.dumps(plan)
+    path = (plan.results / ".cache" / "plans" / f"{sha256_bytes(content)[:16]}.plan").absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for old in path.parent.glob("*.plan"):
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > _PLAN_KEPT_S:
+                old.unlink()
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.write_bytes(content)
+    os.replace(part, path)
+    return path
+
+
+def thaw_plan() -> StudyPlan | None:
+    """Return the plan that this job was submitted under; None where its environment names none."""
+    path = os.environ.get(FROZEN_PLAN)
+    if path is None:
+        return None
+    try:
+        plan = pickle.loads(Path(path).read_bytes())
+    except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise RoutewiseError(
+            f"{path}: the plan that this job was submitted under cannot be read ({error})",
+            "results/ must lie on a file system that all hosts share; run the same command again",
+        ) from error
+    if not isinstance(plan, StudyPlan):
+        raise RoutewiseError(f"{path}: holds no plan", "run the same command again")
+    return plan
 
 
 def study_json(study: Study) -> str:

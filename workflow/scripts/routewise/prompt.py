@@ -214,7 +214,7 @@ def tokenize_prompts(
     n_vocab: int | None = None,
     context: int | None = None,
 ) -> dict[str, list[Any]]:
-    """Return the columns of the table ``prompts`` (schema.PROMPTS), one entry a prompt, in order.
+    """Return the columns of the table ``prompts`` (schema/prompts), one entry a prompt, in order.
 
     Parameters
     ----------

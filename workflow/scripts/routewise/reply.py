@@ -141,7 +141,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Reply:
-    """One reply; the names are the columns of ``schema.REPLIES``, where they are explained.
+    """One reply; the names are the columns of ``schema.replies.REPLIES``, where they are explained.
 
     The lists have one entry a token. ``logprobs`` and ``logprob_bits`` are None where the status
     is not ok, and so are entries of ``top_logprobs`` that are no float32. The tokens' bytes make

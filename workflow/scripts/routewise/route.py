@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -206,10 +206,22 @@ class Route:
     env: dict[str, str]
     serving: Serving
     arm: Arm | None
+    host: str | None = None  # the kind of host that it runs on; None is any
+    resources: Mapping[str, int | str] = field(default_factory=dict)  # asked of a scheduler
 
 
-def route_of(name: str, entry: Mapping[str, Any], backend: str | None) -> Route:
-    """Make a route of its entry in a study; ``backend`` is that of its build, where it has one."""
+def route_of(
+    name: str,
+    entry: Mapping[str, Any],
+    backend: str | None,
+    *,
+    host: str | None = None,
+    resources: Mapping[str, int | str] | None = None,
+) -> Route:
+    """Make a route of its entry in a study; ``backend`` is that of its build, where it has one.
+
+    ``host`` and ``resources`` are what the study says of where it runs.
+    """
     entry = {**ROUTE_DEFAULTS, **entry}
     kind = next(kind for kind in KINDS if kind in entry)
     device = entry["device"] or backend or ("remote" if kind == "endpoint" else "cpu")
@@ -254,6 +266,8 @@ def route_of(name: str, entry: Mapping[str, Any], backend: str | None) -> Route:
             dispatch=entry["dispatch"],
         ),
         arm=None if entry["arm"] is None else Arm(entry["arm"]["of"], entry["arm"]["without"]),
+        host=host,
+        resources=dict(resources or {}),
     )
 
 

@@ -2,7 +2,7 @@
 
 The cell is one canonical JSON value, written by the plan. Each (block, prompt) is a fragment of the
 result store, so that what was answered before a kill is not asked again; only the lives of a server
-with something missing are started at all. The rows are replies (schema.REPLIES), with everything
+with something missing are started at all. The rows are replies (schema/replies.py), with everything
 that the server said of itself in the file's metadata.
 """
 
@@ -22,7 +22,7 @@ import pyarrow as pa
 from routewise.block import Block, Prepared, prepare_round, prompt_refusal
 from routewise.claim import Held, hold_device, run_under_hold
 from routewise.client import Client, Round, is_fair_witness
-from routewise.device import identify_device
+from routewise.device import identify_device, missing_devices
 from routewise.digest import digest_of
 from routewise.errors import RoutewiseError
 from routewise.identity import Identity
@@ -30,7 +30,9 @@ from routewise.launch import launch_of
 from routewise.machine import describe_machine, device_scope
 from routewise.progress import Progress
 from routewise.reply import Ask, Reply
-from routewise.schema import REPLIES, read_table, table_of, write_table
+from routewise.schema.file import read_table, table_of, write_table
+from routewise.schema.prompts import PROMPTS
+from routewise.schema.replies import REPLIES
 from routewise.serve_cell import ServeCell, ServeInputs
 from routewise.server import Server, attach, serve
 from routewise.store import Store, fragment_key
@@ -52,6 +54,7 @@ class Fragment:
     block: Block
     prompt_index: int
     rounds: tuple[Prepared, ...]
+    key_inputs: dict[str, Any]
     key: str
 
 
@@ -62,7 +65,7 @@ def measure_serving(cell: ServeCell, inputs: ServeInputs, output: Path) -> None:
     makes no progress; what was answered until then is in the store.
     """
     started_at = datetime.now(UTC)
-    table, prompt_provenance = read_table(inputs.prompts, "prompts")
+    table, prompt_provenance = read_table(inputs.prompts, PROMPTS)
     prompts = table.to_pylist()
     job = ServingJob(cell, inputs, prompts)
     job.take_stored()
@@ -75,15 +78,17 @@ def measure_serving(cell: ServeCell, inputs: ServeInputs, output: Path) -> None:
         _placed(job.rows[fragment.key], prompts[fragment.prompt_index])
         for fragment in job.fragments
     ]
-    rows = pa.concat_tables(parts) if parts else table_of("replies", _no_columns())
+    rows = pa.concat_tables(parts) if parts else table_of(REPLIES, _no_columns())
     notes = [job.notes[fragment.key] for fragment in job.fragments]
+    stored = [] if cell.kind == "endpoint" else [fragment.key for fragment in job.fragments]
     provenance = serving_provenance(job, started_at, prompt_provenance) | {
+        "fragments": stored,
         "n_measured": len(job.fragments) - n_adopted,
         "n_adopted": n_adopted,
         "n_asked_again": sum(note.get("n_tries", 1) > 1 for note in notes),
         "measure_s": round(sum(note["measure_s"] for note in notes if not note["adopted"]), 3),
     }
-    write_table(output, "replies", rows, provenance)
+    write_table(output, REPLIES, rows, provenance)
 
 
 def serving_provenance(
@@ -120,6 +125,7 @@ def serving_provenance(
         "machine": job.machine,
         "device": job.device,
         "code_digest": job.inputs.code_digest,
+        "inputs": job.inputs.planned,
         "started_at": started_at.isoformat(timespec="seconds"),
         "ended_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -183,36 +189,35 @@ class ServingJob:
                     )
                     for round_index in range(block.rounds)
                 )
-                yield Fragment(block, index, rounds, self._key(block, rounds))
+                key_inputs = self._key_inputs(block, rounds)
+                yield Fragment(block, index, rounds, key_inputs, fragment_key(key_inputs))
 
-    def _key(self, block: Block, rounds: Sequence[Prepared]) -> str:
+    def _key_inputs(self, block: Block, rounds: Sequence[Prepared]) -> dict[str, Any]:
         cell = self.cell
         serving = cell.serving.document()
         for name in ("start_limit_s", "stall_s", "claim", "health", "dispatch", "weights"):
             del serving[name]  # they decide whether there is an answer, and not which
-        return fragment_key(
-            {
-                "table": "replies",
-                "block": block.document(),
-                "requests": digest_of([asdict(one) for one in rounds]),
-                "settings": asdict(cell.settings),
-                "env": cell.env,
-                "serving": serving,
-                "fingerprint": self.identity["fingerprint"],
-                "model": self.inputs.model_record["sha256"],
-                "code": self.inputs.code_digest,
-                "artefact": self.identity.get("artefact"),
-                "programs": self.identity.get("programs"),
-                "device": {**device_scope(self.machine), **self.device},
-            }
-        )
+        return {
+            "table": "replies",
+            "block": block.document(),
+            "requests": digest_of([asdict(one) for one in rounds]),
+            "settings": asdict(cell.settings),
+            "env": cell.env,
+            "serving": serving,
+            "fingerprint": self.identity["fingerprint"],
+            "model": self.inputs.model_record["sha256"],
+            "code": self.inputs.code_digest,
+            "artefact": self.identity.get("artefact"),
+            "programs": self.identity.get("programs"),
+            "device": {**device_scope(self.machine), **self.device},
+        }
 
     def take_stored(self) -> None:
         """Adopt what the store has. Of an endpoint nothing is: what answers may be another."""
         if self.cell.kind == "endpoint":
             return
         for fragment in self.fragments:
-            found = self.store.get(fragment.key, "replies")
+            found = self.store.get(fragment.key, REPLIES)
             if found is not None:
                 rows, note = found
                 self._keep(fragment, rows, {**note, "adopted": True})
@@ -290,7 +295,7 @@ class ServingJob:
                 }
                 server.check_ours()  # or these replies may be somebody else's
                 if cell.kind != "endpoint" and _is_worth_keeping(fragment, rounds):
-                    self.store.put(fragment.key, "replies", rows, note)
+                    self.store.put(fragment.key_inputs, REPLIES, rows, note)
                 self._keep(fragment, rows, {**note, "adopted": False})
 
     async def ask_round(self, server: Server, client: Client, prepared: Prepared) -> Round:
@@ -357,7 +362,7 @@ class ServingJob:
                 }
                 for name, value in row.items():
                     columns[name].append(value)
-        return table_of("replies", columns)
+        return table_of(REPLIES, columns)
 
 
 def _placed(rows: pa.Table, prompt: Mapping[str, Any]) -> pa.Table:
@@ -388,7 +393,16 @@ def _is_worth_keeping(fragment: Fragment, rounds: Sequence[Asked]) -> bool:
 
 @contextlib.contextmanager
 def held_device(cell: ServeCell) -> Iterator[Held | None]:
-    """Hold the route's device for a ``with`` block; None where the route claims none."""
+    """Hold the route's device for a ``with`` block; None where the route claims none.
+
+    Raises RoutewiseError where this host does not have it.
+    """
+    if cell.kind != "endpoint":
+        for device, sought in missing_devices([cell.serving.device]).items():
+            raise RoutewiseError(
+                f"{cell.name}: this host has no {device} device (looked for {sought})",
+                "name the host that has it in the study (hosts, and the route's host)",
+            )
     if cell.serving.claim is None:
         yield None
         return
@@ -409,7 +423,7 @@ def _seen(held: Held | None) -> dict[str, Any]:
 
 
 def _no_columns() -> dict[str, list[Any]]:
-    return {name: [] for name in REPLIES.names}
+    return {name: [] for name in REPLIES.arrow.names}
 
 
 def _said_of_itself(props: Mapping[str, Any] | None) -> dict[str, Any] | None:

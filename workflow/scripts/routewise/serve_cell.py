@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,3 +80,4 @@ class ServeInputs:
     store: Path
     logs: Path  # folder of the server's own logs, one a life
     code_digest: str
+    planned: dict[str, Any] = field(default_factory=dict)  # by inputs.py, for a later plan to read

@@ -12,14 +12,13 @@ from typing import Any
 from routewise.block import Block, refusal
 from routewise.build import BuildPlan
 from routewise.digest import (
-    DIGEST_LENGTH,
     DigestCache,
     canonical_json,
-    digest_of,
     sha256_file,
     tree_digest,
 )
 from routewise.dispatch import BASE_REPEATS
+from routewise.inputs import cell_digest, checked_inputs
 from routewise.model import ModelPlan
 from routewise.prompt import PromptPlan
 from routewise.route import Route
@@ -39,6 +38,7 @@ class ServePlan:
     build: str | None  # whose server; None for an external command or an endpoint
     prompts: PromptPlan
     path: Path
+    inputs: dict[str, Any]
 
     @property
     def document(self) -> str:
@@ -54,6 +54,7 @@ class AgreePlan:
     a: Path
     b: Path
     path: Path
+    inputs: dict[str, Any]
 
     @property
     def document(self) -> str:
@@ -122,19 +123,24 @@ def plan_serving(
                 prompt_plan = prompts[(model, entry["prompts"])]
                 for variant, blocks in _serving_blocks(sweep, entry).items():
                     cell = _serve_cell(sweep, entry, route, model, variant, blocks)
-                    digest = digest_of(
+                    inputs = checked_inputs(
+                        sweep,
                         {
+                            "sweep": sweep,
+                            "variant": variant,
                             "cell": _without_patience(cell.document()),
                             "made_of": made_of,
+                            "host": route.host,
                             "model": models[model].key,
                             "prompts": prompt_plan.digest,
                             "code": code,
-                        }
-                    )[:DIGEST_LENGTH]
+                        },
+                    )
+                    digest = cell_digest(inputs)
                     cell = ServeCell(**{**vars(cell), "digest": digest})
                     name = f"{sweep}.{route.name}.{model}.{variant}.parquet"
                     path = results / "cells" / digest / name
-                    plans[str(path)] = ServePlan(cell, route.build, prompt_plan, path)
+                    plans[str(path)] = ServePlan(cell, route.build, prompt_plan, path, inputs)
     return plans
 
 
@@ -236,12 +242,19 @@ def plan_agree(
                 "pick_a": picks[0],
                 "pick_b": picks[1],
             }
-            digest = digest_of(
-                {"cell": cell, "sides": [side.cell.digest for side in sides], "code": code}
-            )[:DIGEST_LENGTH]
+            inputs = checked_inputs(
+                "compare",
+                {
+                    "sweep": "agree",
+                    "cell": cell,
+                    "sides": [side.cell.digest for side in sides],
+                    "code": code,
+                },
+            )
+            digest = cell_digest(inputs)
             path = results / "cells" / digest / f"agree.{a}+{b}.{model}.w{width}.parquet"
             plans[str(path)] = AgreePlan(
-                {**cell, "digest": digest}, sides[0].path, sides[1].path, path
+                {**cell, "digest": digest}, sides[0].path, sides[1].path, path, inputs
             )
     return plans
 

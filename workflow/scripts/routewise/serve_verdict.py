@@ -134,7 +134,7 @@ def same_answer(reference: Reply, reply: Reply, compared: Comparison) -> bool:
 
 
 def compare_replies(reference: Reply, reply: Reply) -> Comparison:
-    """Compare two replies (rows of schema.REPLIES) position by position.
+    """Compare two replies (rows of schema/replies) position by position.
 
     A reply that ends earlier differs at the position after its end. Logprobs differ where their
     bits do, and, of two replies with one observable, where their status does; of two that show
@@ -420,7 +420,7 @@ def judge_repeat(
     Parameters
     ----------
     rows
-        The replies of one route and model with one kind of prompt cache (schema.REPLIES).
+        The replies of one route and model with one kind of prompt cache (schema/replies).
     cache
         ``off``, ``cold`` or ``warm``.
     rounds
@@ -757,7 +757,7 @@ def judge_batched(
     Parameters
     ----------
     block
-        The replies of one block, also those of neighbours and fillers (schema.REPLIES). Only
+        The replies of one block, also those of neighbours and fillers (schema/replies). Only
         probes are compared, and every copy of a probe is one.
     solo
         Replies of the same route and model at width 1, as :func:`solo_of` returns them; the first

@@ -392,23 +392,39 @@ def component_digests(
     changed: Mapping[str, bytes] | None = None,
     only: Callable[[str], bool] | None = None,
 ) -> dict[str, str]:
-    """Return the normalised digest of each component of a tree.
+    """Return the normalised digest of each component of a tree; see :func:`file_digests`."""
+    return folded(file_digests(root, cache, changed, only))
+
+
+def folded(files: Mapping[str, str]) -> dict[str, str]:
+    """Return one digest per component of files' digests, by relative path."""
+    entries: dict[str, list[list[str]]] = {}
+    for relative in sorted(files):
+        entries.setdefault(component_of(relative), []).append([relative, files[relative]])
+    return {component: digest_of(found) for component, found in sorted(entries.items())}
+
+
+def file_digests(
+    root: Path,
+    cache: DigestCache | None = None,
+    changed: Mapping[str, bytes] | None = None,
+    only: Callable[[str], bool] | None = None,
+) -> dict[str, str]:
+    """Return the normalised digest of each file of a tree, by relative path.
 
     ``changed`` maps relative paths to the content that a patch gives them (new files too);
     ``only`` limits the work to the components that it accepts.
     """
     changed = changed or {}
-    files: dict[str, list[list[str]]] = {}
+    found: dict[str, str] = {}
     for relative in sorted({*source_files(root), *changed}):
-        component = component_of(relative)
-        if only is not None and not only(component):
+        if only is not None and not only(component_of(relative)):
             continue
         if relative in changed:
-            digest = sha256_bytes(normalised_bytes(relative, changed[relative]))
+            found[relative] = sha256_bytes(normalised_bytes(relative, changed[relative]))
         else:
-            digest = normalised_digest(root / relative, cache)
-        files.setdefault(component, []).append([relative, digest])
-    return {component: digest_of(entries) for component, entries in sorted(files.items())}
+            found[relative] = normalised_digest(root / relative, cache)
+    return found
 
 
 def raw_digest(root: Path, cache: DigestCache | None = None) -> str:

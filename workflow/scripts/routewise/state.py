@@ -5,7 +5,7 @@ The state of a reply is every token and every compared float32 bit pattern with 
 a route sends no logprobs a state holds the tokens alone, and a claim made from it is no stronger.
 
 Functions that take ``rows`` take them as an Arrow table or as a DataFrame with columns of
-schema.REPLIES (each function names those it reads; others may be there). Rows whose ``status`` is
+schema/replies (each function names those it reads; others may be there). Rows whose ``status`` is
 not ok are no evidence: they are counted as invalid and compared with nothing. A logprob counts
 where its own status is ok, and only there; a missing one is never 0.
 Neighbours and fillers stand under their probe's prompt: who gives rows gives those of one role.
@@ -143,7 +143,7 @@ class StateCounts:
 
 
 def count_states(states: Sequence[bytes]) -> StateCounts:
-    """Count the distinct states among replies (``state`` of schema.REPLIES, valid replies only).
+    """Count the distinct states among replies (``state`` of schema/replies, valid replies only).
 
     The estimate is the bias-corrected form of Chao's first estimator,
     S + f1 (f1 - 1) / (2 (f2 + 1)) with S states seen, f1 of them once and f2 twice: A. Chao,
@@ -355,7 +355,7 @@ class FirstDifference:
 def first_difference(a: Row, b: Row) -> FirstDifference | None:
     """Return where two replies first differ, or None where they show no difference.
 
-    ``a`` and ``b`` are rows of schema.REPLIES, as mappings (``table.to_pylist()``) or of a
+    ``a`` and ``b`` are rows of schema/replies, as mappings (``table.to_pylist()``) or of a
     DataFrame. Raises ValueError where one of them is invalid.
     """
     replies, n_invalid = _replies(pd.DataFrame([_picked(a), _picked(b)]))
@@ -439,7 +439,7 @@ def score_against(solo: Row | Rows, others: Rows) -> SoloScore:
     """Score replies against the solo answer: identical N of M, distances, tokens kept.
 
     ``solo`` is one row (as a mapping, of a DataFrame, or as rows of which there is one). Both are
-    of schema.REPLIES and are read as by :func:`spread_of`. Raises ValueError where the solo answer
+    of schema/replies and are read as by :func:`spread_of`. Raises ValueError where the solo answer
     is invalid, or not exactly one, or the rows are of more than one prompt.
     """
     if isinstance(solo, (Mapping, pd.Series)):

@@ -34,7 +34,18 @@ from routewise.route import (
 SCHEMA_FILE = Path("config/schemas/study.schema.json")
 
 #: Folders of results/ that are not a study's.
-RESERVED_NAMES = ("builds", "cells", "logs", "models", "prompts", "sources", "store", "work")
+RESERVED_NAMES = (
+    "builds",
+    "cells",
+    "logs",
+    "manifests",
+    "models",
+    "prompts",
+    "receipts",
+    "sources",
+    "store",
+    "work",
+)
 
 #: llama.cpp rounds the context of a sequence up to a multiple of this.
 CONTEXT_STEP = 256
@@ -109,6 +120,16 @@ class Study:
     prompts: dict[str, Path]
     routes: dict[str, Route]
     sweeps: dict[str, dict[str, Any]]
+
+    @property
+    def hosts(self) -> dict[str, dict[str, Any]]:
+        """What a scheduler is asked for, for each kind of host."""
+        return self.document.get("hosts", {})
+
+    def build_resources(self, build: str) -> dict[str, Any]:
+        """Return what a scheduler is asked for to compile a build."""
+        entry = self.builds[build]
+        return {**self.hosts.get(entry.get("host", ""), {}), **entry.get("resources", {})}
 
     @property
     def replay(self) -> dict[str, Any] | None:
@@ -201,10 +222,30 @@ def check_study(document: Mapping[str, Any], where: str, root: Path = Path("."))
     backends = {name: entry["backend"] for name, entry in document["builds"].items()}
     for name, entry in document["routes"].items():
         checker.route_entry(name, entry, root)
-    routes = {
-        name: route_of(name, entry, backends.get(entry.get("build")))
-        for name, entry in document["routes"].items()
-    }
+    hosts = document.get("hosts", {})
+    for kind in ("builds", "routes"):
+        for name, entry in document[kind].items():
+            if "host" in entry:
+                checker.known(entry["host"], hosts, f"{kind}.{name}.host")
+    routes = {}
+    for name, entry in document["routes"].items():
+        build = document["builds"].get(entry.get("build"), {})
+        host = entry.get("host", build.get("host"))
+        if build and host != build.get("host"):
+            checker.wrong(
+                f"routes.{name}.host",
+                host,
+                f"that of its build {entry['build']}, {build.get('host')}",
+                "name the host at the build: what was compiled for one kind of host is measured on"
+                " that kind",
+            )
+        routes[name] = route_of(
+            name,
+            entry,
+            backends.get(entry.get("build")),
+            host=host,
+            resources={**hosts.get(host, {}), **entry.get("resources", {})},
+        )
     prompts = {name: Path(entry["file"]) for name, entry in document.get("prompts", {}).items()}
     sweeps = {name: {**SWEEP_DEFAULTS[name], **entry} for name, entry in document["sweeps"].items()}
     if "repeat" in sweeps:  # YAML reads a bare off as false

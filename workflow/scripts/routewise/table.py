@@ -19,12 +19,12 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from routewise import schema
 from routewise.digest import digest_of
 from routewise.errors import RoutewiseError
-from routewise.schema import CELLS, STUDY_TABLES
+from routewise.one_build import Measured, refuse_mixed
+from routewise.schema.file import read_table, table_name, write_table
+from routewise.schema.study import CELL_TABLES, CELLS, STUDY_TABLES
 
 REPLAY_SWEEP = "replay"
 COST_SWEEP = "cost"
@@ -192,15 +192,6 @@ def _relative(path: Path) -> str:
     return path.as_posix()
 
 
-def _table_name(path: Path) -> str:
-    """Return the table that a cell file says it holds (``replay`` where it says nothing)."""
-    try:
-        metadata = pq.read_schema(path).metadata or {}
-        return str(json.loads(metadata[schema.METADATA_KEY])["table"])
-    except (OSError, pa.ArrowException, KeyError, ValueError):
-        return "replay"  # read_table then says what is wrong with the file
-
-
 def _filled(value: Any, n_rows: int) -> pa.Array:
     """Return a column that holds one string or boolean in every row."""
     return pa.repeat(pa.scalar(value), n_rows)
@@ -209,20 +200,21 @@ def _filled(value: Any, n_rows: int) -> pa.Array:
 def build_tables(study: Mapping[str, Any], paths: Iterable[Path]) -> dict[str, pa.Table]:
     """Return the study's tables, made from its cell files, by the names of STUDY_TABLES.
 
-    The order of ``paths`` does not matter. Raises RoutewiseError where a file is no cell, or where
-    two files hold the same cell.
+    The order of ``paths`` does not matter. Raises RoutewiseError where a file is no cell, where
+    two files hold the same cell, or where one route was measured with two builds or on two hosts.
     """
     cells: list[dict[str, Any]] = []
     parts: dict[str, list[pa.Table]] = {name: [] for name in _CELL_TABLES}
     seen: dict[tuple[Any, ...], str] = {}
+    measured: list[Measured] = []
     for path in sorted({Path(path) for path in paths}):
-        name = _table_name(path)
+        name = table_name(path) or "replay"  # read_table then says what is wrong with the file
         if name not in parts:
             raise RoutewiseError(
                 f"{path}: holds the table {name!r}, wanted a cell: one of {sorted(parts)}",
                 "pass files from results/cells only",
             )
-        rows, provenance = schema.read_table(path, name)
+        rows, provenance = read_table(path, CELL_TABLES[name])
         shown = _relative(path)
         cell = provenance["cell"]
         is_cost = name == "cost"
@@ -234,6 +226,7 @@ def build_tables(study: Mapping[str, Any], paths: Iterable[Path]) -> dict[str, p
                 "pass only the cells of the present plan",
             )
         seen[key] = shown
+        measured += _measured(shown, cell, provenance)
         valid = not provenance.get("invalid_reasons")
         cells.append(
             {
@@ -249,16 +242,29 @@ def build_tables(study: Mapping[str, Any], paths: Iterable[Path]) -> dict[str, p
             }
         )
         parts[name].append(_with_cell(rows, name, cells[-1], provenance))
+    refuse_mixed(measured)
     tables = {
         f"study_{name}": pa.concat_tables(found) if found else _empty(f"study_{name}")
         for name, found in parts.items()
     }
-    tables["study_cells"] = pa.Table.from_pylist(cells, schema=CELLS)
+    tables["study_cells"] = pa.Table.from_pylist(cells, schema=CELLS.arrow)
     return tables
 
 
+def _measured(shown: str, cell: Mapping[str, Any], provenance: Mapping[str, Any]) -> list[Measured]:
+    """Return what a cell file measured, by route; nothing for a pair, which is made of two."""
+    route = cell.get("route")
+    if "|" in str(route):
+        return []
+    serving = cell["sweep"] in SERVING_SWEEPS
+    return [
+        Measured(name, serving, fingerprint_of(provenance, name), shown, provenance)
+        for name in ([route] if route else sorted(provenance.get("builds") or []))
+    ]
+
+
 def _empty(name: str) -> pa.Table:
-    return STUDY_TABLES[name].empty_table()
+    return STUDY_TABLES[name].arrow.empty_table()
 
 
 def _with_cell(
@@ -291,7 +297,7 @@ def _with_cell(
         pa.array(fingerprints, type=pa.string()),
         *[column.combine_chunks() for column in rows.columns],
     ]
-    return pa.Table.from_arrays(columns, schema=STUDY_TABLES[f"study_{name}"])
+    return pa.Table.from_arrays(columns, schema=STUDY_TABLES[f"study_{name}"].arrow)
 
 
 def write_tables(folder: Path, study: Mapping[str, Any], tables: Mapping[str, pa.Table]) -> None:
@@ -299,7 +305,7 @@ def write_tables(folder: Path, study: Mapping[str, Any], tables: Mapping[str, pa
     provenance = {"study": study, "study_digest": study_digest(study)}
     for name in STUDY_TABLES:
         path = folder / f"{name.removeprefix('study_')}.parquet"
-        schema.write_table(path, name, tables[name], provenance)
+        write_table(path, STUDY_TABLES[name], tables[name], provenance)
 
 
 def read_rows(path: Path, name: str) -> tuple[pd.DataFrame, dict[str, Any]]:
@@ -307,7 +313,7 @@ def read_rows(path: Path, name: str) -> tuple[pd.DataFrame, dict[str, Any]]:
 
     Of ``replies`` the top lists are left out.
     """
-    table, provenance = schema.read_table(path, f"study_{name}")
+    table, provenance = read_table(path, STUDY_TABLES[f"study_{name}"])
     return _without_top_lists(table).to_pandas(), provenance["study"]
 
 

@@ -168,9 +168,9 @@ def judge_replay(
     variant
         ``w<N>``, ``ragged``, ``rollback`` or ``neighbours``.
     rows
-        The cell's rows, as schema.REPLAY.
+        The cell's rows, as schema/replay.
     plain
-        The rows of the plain cell of the same route and model, as schema.PLAIN, or None.
+        The rows of the plain cell of the same route and model, as schema/replay, or None.
     invalid_reasons
         What the cell's own job (or a failed control) says against it.
     unsupported

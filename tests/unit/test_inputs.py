@@ -1,0 +1,50 @@
+"""The table of what each kind of cell depends on, and the digests' manifests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from routewise.inputs import (
+    SWEEP_INPUTS,
+    WORDS,
+    cell_digest,
+    checked_inputs,
+    read_manifest,
+    write_manifest,
+)
+
+COMPARE = {"sweep": "agree", "cell": {"route": "a|b"}, "sides": ["1", "2"], "code": "c"}
+
+
+def test_every_input_has_words() -> None:
+    assert {name for names in SWEEP_INPUTS.values() for name in names} == set(WORDS)
+
+
+def test_inputs_are_those_of_the_table_and_no_others() -> None:
+    assert set(checked_inputs("compare", COMPARE)) == SWEEP_INPUTS["compare"]
+    with pytest.raises(ValueError, match="inputs of a compare cell"):
+        checked_inputs("compare", {**COMPARE, "model": "m"})
+    with pytest.raises(ValueError, match="inputs of a compare cell"):
+        checked_inputs("compare", {k: v for k, v in COMPARE.items() if k != "code"})
+
+
+@pytest.mark.parametrize("name", sorted(COMPARE))
+def test_each_input_moves_the_digest(name: str) -> None:
+    before = cell_digest(checked_inputs("compare", COMPARE))
+    assert cell_digest(checked_inputs("compare", COMPARE)) == before
+    assert cell_digest(checked_inputs("compare", {**COMPARE, name: "another"})) != before
+
+
+def test_a_manifest_is_written_once(tmp_path: Path) -> None:
+    write_manifest(tmp_path, "a" * 64, {"parts": {"x": "1"}})
+    write_manifest(tmp_path, "a" * 64, {"parts": {"x": "2"}})
+    assert read_manifest(tmp_path, "a" * 64) == {"parts": {"x": "1"}}
+    assert read_manifest(tmp_path, "b" * 64) is None
+
+
+def test_a_damaged_manifest_is_none(tmp_path: Path) -> None:
+    write_manifest(tmp_path, "a" * 64, {})
+    [file] = (tmp_path / "manifests").iterdir()
+    file.write_text("{")
+    assert read_manifest(tmp_path, "a" * 64) is None

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from made_cells import MadeStudy, build, provenance
+from routewise.errors import RoutewiseError
+from routewise.one_build import Measured, host_scope, refuse_mixed
+from routewise.table import SERVING_SWEEPS, build_tables, fingerprint_of
+
+MODEL = "small-q4_k_m"
+KEPT = sorted((Path(__file__).parents[2] / "docs" / "receipts").glob("*/*/tables/cells.parquet"))
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> MadeStudy:
+    return MadeStudy(tmp_path)
+
+
+def on(**machine: Any) -> dict[str, Any]:
+    """Return the made machine with other facts."""
+    return provenance("cpu-exact", MODEL, "w4")["machine"] | machine
+
+
+def measured(fingerprint: str = "a", serving: bool = False, **recorded: Any) -> Measured:
+    return Measured("npu", serving, fingerprint, f"cells/{fingerprint}.parquet", recorded)
+
+
+def test_cells_of_one_build_on_one_host_pass(made: MadeStudy) -> None:
+    assert build_tables(made.declared, made.write())["study_cells"].num_rows == 17
+
+
+def test_two_builds_of_a_route_are_refused_with_route_values_counts_and_files(
+    made: MadeStudy,
+) -> None:
+    made.record("cpu-exact", "w8", build=build("cpu-exact") | {"fingerprint": "e" * 64})
+    with pytest.raises(RoutewiseError, match="2 different builds") as error:
+        build_tables(made.declared, made.write())
+    text = str(error.value)
+    assert "route cpu-exact" in text
+    assert f"{'e' * 64} in 1 cells" in text
+    assert f"{build('cpu-exact')['fingerprint']} in 8 cells" in text
+    assert f"replay.cpu-exact.{MODEL}.w8.parquet" in text
+    assert "move the cell files" in text
+
+
+def test_a_cost_cell_of_another_build_is_refused(made: MadeStudy) -> None:
+    made.cost_changes = {
+        "builds": {"cpu-stock": build("cpu-stock"), "cpu-exact": build("other")},
+    }
+    with pytest.raises(RoutewiseError, match="route cpu-exact"):
+        build_tables(made.declared, made.write())
+
+
+def test_two_hosts_of_a_route_are_refused(made: MadeStudy) -> None:
+    made.record("cpu-exact", "w8", machine=on(cpu_model="another one"))
+    with pytest.raises(RoutewiseError, match="different hosts: cpu_model") as error:
+        build_tables(made.declared, made.write())
+    assert "another one in 1 cells" in str(error.value)
+    assert "must-not-leave" not in str(error.value)
+
+
+def test_nothing_of_the_tables_is_written_then(made: MadeStudy, tmp_path: Path) -> None:
+    made.record("cpu-exact", "w8", build=build("cpu-exact") | {"fingerprint": "e" * 64})
+    folder = tmp_path / "tables"
+    with pytest.raises(RoutewiseError):
+        made.tables()
+    assert not folder.exists()
+
+
+def test_two_names_of_one_kind_of_host_are_one_scope(made: MadeStudy) -> None:
+    made.record("cpu-exact", "w8", machine=on(hostname="its sibling"))
+    build_tables(made.declared, made.write())
+
+
+def test_a_served_route_may_have_another_fingerprint_than_its_libraries() -> None:
+    refuse_mixed([measured("a"), measured("b", serving=True)])
+    with pytest.raises(RoutewiseError, match="served cells"):
+        refuse_mixed([measured("a", serving=True), measured("b", serving=True)])
+
+
+def test_another_driver_is_another_scope_and_another_unit_is_not() -> None:
+    def gpu(driver: str, uuid: str) -> dict[str, Any]:
+        return {"device": "cuda", "gpus": [["H", driver, uuid]]}
+
+    refuse_mixed([measured(device=gpu("1", "x")), measured(device=gpu("1", "y"))])
+    with pytest.raises(RoutewiseError, match="device and driver"):
+        refuse_mixed([measured(device=gpu("1", "x")), measured(device=gpu("2", "x"))])
+
+
+def test_a_host_started_again_is_one_scope_and_another_module_is_not() -> None:
+    one = {"device": "npu", "boot": "1", "kernel": "6", "modules": {"m": "1"}}
+    refuse_mixed([measured(device=one), measured(device=one | {"boot": "2"})])
+    with pytest.raises(RoutewiseError, match="device modules"):
+        refuse_mixed([measured(device=one), measured(device=one | {"modules": {"m": "2"}})])
+
+
+def test_what_a_cell_did_not_record_is_no_difference() -> None:
+    assert host_scope({"machine": None, "device": None}) == {}
+    refuse_mixed([measured(machine={"cpu_model": "a"}), measured()])
+
+
+@pytest.mark.parametrize("file", KEPT, ids=lambda path: path.parts[-3])
+def test_kept_results_pass_and_one_changed_cell_of_them_does_not(file: Path) -> None:
+    found = []
+    for row in pq.read_table(file).to_pylist():
+        recorded = json.loads(row["provenance"])
+        if "|" in str(row["route"]):
+            continue
+        routes = [row["route"]] if row["route"] else sorted(recorded["builds"])
+        found += [
+            Measured(
+                route,
+                row["sweep"] in SERVING_SWEEPS,
+                fingerprint_of(recorded, route),
+                row["cell"],
+                recorded,
+            )
+            for route in routes
+        ]
+    refuse_mixed(found)
+    last = found[-1]
+    changed = Measured(last.route, last.serving, "f" * 64, last.path, last.provenance)
+    with pytest.raises(RoutewiseError, match=last.route):
+        refuse_mixed([*found, changed])

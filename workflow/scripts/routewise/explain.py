@@ -1,0 +1,146 @@
+"""Why a cell would run: which of its inputs changed since it was last measured, in words.
+
+A cell that would run is one whose file is not there. What it is compared with is the newest file
+of the same name (sweep, route, model, variant) that an earlier plan left under another digest; each
+carries its own inputs. An input that is a digest of many things is taken apart by its manifest, so
+that an edit is told by the file that was edited.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from routewise.inputs import WORDS, read_manifest
+from routewise.schema.file import METADATA_KEY
+
+#: Inputs that are digests with a manifest.
+_COMPOSITE = ("build", "builds", "code", "prompts", "made_of.server")
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why one cell would run. ``changes`` is empty where it was never measured."""
+
+    path: str
+    changes: tuple[str, ...]
+    earlier: str | None  # the file that it is compared with
+
+    def line(self) -> str:
+        """Return it as one line for people."""
+        name = Path(self.path).name.removesuffix(".parquet")
+        return f"{name}: {'; '.join(self.changes) if self.earlier else 'was never measured'}"
+
+
+def explain_cells(planned: Mapping[str, Mapping[str, Any]], results: Path) -> Iterator[Reason]:
+    """Yield the reason of each planned cell (path -> inputs) that would run, in their order."""
+    missing = [path for path in planned if not Path(path).is_file()]
+    earlier = _earlier_files(results) if missing else {}
+    for path in missing:
+        files = earlier.get(Path(path).name, [])
+        found = _newest_inputs(files)
+        if found is None:
+            older = ("its earlier files do not say what they were made from",) if files else ()
+            yield Reason(path, older, str(files[0]) if files else None)
+            continue
+        file, before = found
+        changes = tuple(differences(before, planned[path], results))
+        yield Reason(path, changes or ("nothing of its inputs: its file is gone",), str(file))
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], results: Path) -> Iterator[str]:
+    """Yield what differs between two cells' inputs, each as a clause."""
+    plain_changed = before.get("plain") != now.get("plain")
+    found = []
+    for name in sorted({*before, *now}):
+        for place, old, new in _leaves(name, before.get(name), now.get(name)):
+            found.append((name, place, old, new))
+    # a plain cell moves with the same edit: worth a word only where nothing else is to be said
+    others = [entry for entry in found if entry[0] != "plain"]
+    for name, place, old, new in others if others and plain_changed else found:
+        yield _clause(name, place, old, new, results)
+
+
+def _leaves(place: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    if old == new:
+        return
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted({*old, *new}):
+            yield from _leaves(f"{place}.{key}", old.get(key), new.get(key))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for one, other in zip(old, new, strict=True):
+            yield from _leaves(place, one, other)
+    else:
+        yield place, old, new
+
+
+def _clause(name: str, place: str, old: Any, new: Any, results: Path) -> str:
+    words = WORDS.get(name, name)
+    if place in _COMPOSITE and isinstance(old, str) and isinstance(new, str):
+        inner = _taken_apart(old, new, results)
+        if inner:
+            return f"{words} changed ({inner})"
+        return f"{words} changed (from {old[:12]} to {new[:12]})"
+    detail = place.partition(".")[2]
+    shown = f" ({detail})" if detail else ""
+    return f"{words}{shown} changed from {_short(old)} to {_short(new)}"
+
+
+def _taken_apart(old: str, new: str, results: Path) -> str | None:
+    before, now = read_manifest(results, old), read_manifest(results, new)
+    if before is None or now is None:
+        return None
+    parts = _changed_keys(before.get("parts", {}), now.get("parts", {}))
+    files = _changed_keys(before.get("files", {}), now.get("files", {}))
+    name = now.get("name")
+    said = [*files, *(part for part in parts if not (files and part.startswith("component:")))]
+    if not said:
+        return None
+    more = f" and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
+    who = f"{name}: " if now.get("kind") == "build" else ""
+    return f"{who}{', '.join(said[:_SHOWN])}{more}"
+
+
+def _changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    found = []
+    for key in sorted({*old, *new}):
+        if key not in old:
+            found.append(f"{key} added")
+        elif key not in new:
+            found.append(f"{key} removed")
+        elif old[key] != new[key]:
+            found.append(key)
+    return found
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, str) and len(value) == 64:
+        return value[:12]
+    text = json.dumps(value, sort_keys=True)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _earlier_files(results: Path) -> dict[str, list[Path]]:
+    found: dict[str, list[Path]] = {}
+    for path in (results / "cells").glob("*/*.parquet"):
+        found.setdefault(path.name, []).append(path)
+    return found
+
+
+def _newest_inputs(files: list[Path]) -> tuple[Path, dict[str, Any]] | None:
+    for path in sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True):
+        try:
+            metadata = pq.read_metadata(path).metadata or {}
+            inputs = json.loads(metadata[METADATA_KEY]).get("inputs")
+        except (OSError, pa.ArrowException, KeyError, ValueError):
+            continue
+        if inputs:
+            return path, inputs
+    return None

@@ -1,0 +1,101 @@
+"""What each kind of cell depends on: one table, and the digests that stand in the paths.
+
+A cell's path holds the digest of its inputs, by name. What is in no row of ``SWEEP_INPUTS`` cannot
+make a cell run again, and what is in one always does. The inputs travel into the cell's own file,
+so that a later plan can say which of them changed. An input that is itself a digest of many things
+(a build, the measuring code, a prompt set) has a *manifest*: its parts and their digests, kept
+under ``results/manifests`` and never changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from routewise.digest import DIGEST_LENGTH, canonical_json, digest_of, write_text
+
+#: Raised when cells of an older Routewise must not stand beside new ones.
+RESULTS_FORMAT = 2
+
+_COMMON = frozenset({"sweep", "code", "format"})
+_SERVE = _COMMON | {"variant", "cell", "made_of", "host", "model", "prompts"}
+
+#: Kind of cell -> the names of all that decides its rows. There is no other such list.
+SWEEP_INPUTS: dict[str, frozenset[str]] = {
+    "replay": _COMMON
+    | {"variant", "settings", "parameters", "env", "build", "host", "claim", "model"}
+    | {"prompts", "plain"},
+    "cost": _COMMON | {"cell", "builds", "hosts", "model"},
+    "repeat": _SERVE,
+    "batched": _SERVE,
+    "agree": _SERVE,
+    "dispatch": _SERVE,
+    "compare": _COMMON | {"cell", "sides"},
+}
+
+#: What an input is called in a sentence.
+WORDS: dict[str, str] = {
+    "build": "the build",
+    "builds": "a build of its routes",
+    "cell": "what is asked of the server",
+    "claim": "the claim",
+    "code": "the measuring code",
+    "env": "the route's environment",
+    "format": "the format of results",
+    "host": "the kind of host",
+    "hosts": "the kind of host of a route",
+    "made_of": "what the route runs",
+    "model": "the model",
+    "parameters": "a parameter of the sweep",
+    "plain": "the plain cell that it is compared with",
+    "prompts": "the prompts",
+    "settings": "a setting of the route",
+    "sides": "a cell that it compares",
+    "sweep": "the sweep",
+    "variant": "the variant",
+}
+
+
+def checked_inputs(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a cell of one kind, with the format of results put to them.
+
+    Raises ValueError where a name of the table is missing or another one is given.
+    """
+    found = {**values, "format": RESULTS_FORMAT}
+    if set(found) != SWEEP_INPUTS[kind]:
+        raise ValueError(
+            f"inputs of a {kind} cell: got {sorted(found)}, wanted {sorted(SWEEP_INPUTS[kind])}"
+        )
+    return json.loads(canonical_json(found))
+
+
+def cell_digest(inputs: Mapping[str, Any]) -> str:
+    """Return the digest of a cell's inputs, as it stands in the path (16 hex digits)."""
+    return digest_of(dict(inputs))[:DIGEST_LENGTH]
+
+
+def _manifest_path(results: Path, digest: str) -> Path:
+    return results / "manifests" / f"{digest[:DIGEST_LENGTH]}.json"
+
+
+def write_manifest(results: Path, digest: str, manifest: Mapping[str, Any]) -> None:
+    """Keep what a digest is made of, unless it is there. A read-only folder is no error here."""
+    path = _manifest_path(results, digest)
+    if path.is_file():
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, canonical_json(dict(manifest)) + "\n")
+    except OSError:
+        return
+
+
+def read_manifest(results: Path, digest: str) -> dict[str, Any] | None:
+    """Return what a digest is made of, or None where that is not known."""
+    try:
+        found = json.loads(_manifest_path(results, digest).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,103 @@
+"""The refusal to join what was measured apart: two builds, or two hosts, under one route.
+
+A study's tables hold one build and one kind of host for each route. A route's server is built apart
+from the libraries that are replayed, so that the two parts of a route are looked at one by one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from routewise.errors import RoutewiseError
+
+#: Facts of a machine that a result's bits may depend on, as machine.device_scope has them, and
+#: what names the accelerator and its driver.
+_SCOPE_KEYS = ("cpu_model", "n_cores", "cpu_flags_digest", "libc", "gpu", "driver")
+#: Cell files named for each value; of the rest the number is told.
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Measured:
+    """That one cell file measured one route. ``serving`` tells a server from the libraries."""
+
+    route: str
+    serving: bool
+    fingerprint: str
+    path: str
+    provenance: Mapping[str, Any]
+
+
+def host_scope(provenance: Mapping[str, Any]) -> dict[str, str]:
+    """Return what a cell recorded of its host, device and driver; nothing of what it did not.
+
+    Two units of one kind (their UUIDs), and a host started again, are one scope.
+    """
+    machine = provenance.get("machine") or {}
+    device = provenance.get("device") or {}
+    found = {key: machine.get(key) for key in _SCOPE_KEYS}
+    if isinstance(device, Mapping):
+        gpus = device.get("gpus")
+        found |= {
+            "device": device.get("device"),
+            "device kernel": device.get("kernel"),
+            "device modules": device.get("modules"),
+            "device and driver": sorted({str(gpu[:2]) for gpu in gpus}) if gpus else None,
+        }
+    return {
+        key: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+        for key, value in found.items()
+        if value is not None
+    }
+
+
+def refuse_mixed(measured: Iterable[Measured]) -> None:
+    """Check that each part of a route ran one build on one kind of host.
+
+    Raises RoutewiseError that names the route, the values, how many cells have each, and files.
+    """
+    parts: dict[tuple[str, bool], list[Measured]] = {}
+    for one in measured:
+        parts.setdefault((one.route, one.serving), []).append(one)
+    for (route, serving), found in sorted(parts.items()):
+        part = "served" if serving else "in-process"
+        builds: dict[str, list[Measured]] = {}
+        scopes: dict[str, dict[str, list[Measured]]] = {}
+        for one in found:
+            builds.setdefault(one.fingerprint or "no fingerprint", []).append(one)
+            for key, value in host_scope(one.provenance).items():
+                scopes.setdefault(key, {}).setdefault(value, []).append(one)
+        if len(builds) > 1:
+            raise RoutewiseError(
+                f"route {route}: its {part} cells were measured with {len(builds)} different "
+                f"builds (library fingerprints): {_listed(builds)}",
+                _HINT,
+            )
+        mixed = {key: values for key, values in scopes.items() if len(values) > 1}
+        if mixed:
+            told = " | ".join(f"{key} is {_listed(values)}" for key, values in mixed.items())
+            raise RoutewiseError(
+                f"route {route}: its {part} cells were measured on different hosts: {told}", _HINT
+            )
+
+
+_HINT = (
+    "move the cell files of the one that is not meant out of the cells folder and run the "
+    "workflow again: what was measured on the other stays in the store as fragments. To keep "
+    "both, give each a route of its own"
+)
+
+
+def _listed(groups: Mapping[str, list[Measured]]) -> str:
+    """Return each value with its number of cells and its newest files."""
+    texts = []
+    for value, found in sorted(groups.items()):
+        ordered = sorted(found, key=lambda one: one.path)
+        ordered.sort(key=lambda one: str(one.provenance.get("ended_at") or ""), reverse=True)
+        names = [one.path for one in ordered[:_SHOWN]]
+        more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
+        texts.append(f"{value} in {len(ordered)} cells, newest: {', '.join(names)}{more}")
+    return "; ".join(texts)

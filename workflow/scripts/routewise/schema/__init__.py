@@ -1,0 +1,1 @@
+"""The tables that Routewise writes, one module each. Imports nothing itself."""
