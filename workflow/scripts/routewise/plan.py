@@ -107,8 +107,12 @@ class StudyPlan:
 
     @property
     def cell_list(self) -> Path:
-        """The file that names all cells, one a line: a command line would be too long."""
-        return self.results / ".cache" / "cells" / f"{self.study.name}.txt"
+        """The file that names all cells, one a line: a command line would be too long.
+
+        Named by its content: a plan made meanwhile does not change what a waiting job reads.
+        """
+        digest = digest_of(self.cell_paths())[:DIGEST_LENGTH]
+        return self.results / ".cache" / "cells" / f"{self.study.name}.{digest}.txt"
 
     @property
     def folder(self) -> Path:
@@ -392,13 +396,11 @@ _PLAN_KEPT_S = 14 * 24 * 3600.0
 
 
 def write_cell_list(plan: StudyPlan) -> None:
-    """Write the list of a plan's cells, if it is another one than before."""
-    text = "".join(f"{path}\n" for path in plan.cell_paths())
-    with contextlib.suppress(OSError):
-        if plan.cell_list.read_text() == text:
-            return
-    plan.cell_list.parent.mkdir(parents=True, exist_ok=True)
-    write_text(plan.cell_list, text)
+    """Write the list of a plan's cells, unless it is there."""
+    file = plan.cell_list
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(file, "".join(f"{path}\n" for path in plan.cell_paths()))
 
 
 def freeze_plan(plan: StudyPlan) -> Path:
