@@ -30,7 +30,7 @@ OPTIONS = --profile $(PROFILE) --configfile $(STUDY)
 # Progress bars in a terminal, plain lines in a file or a pipe.
 BARS = $$([ -t 2 ] && echo --logger rich || true)
 
-.PHONY: help setup demo serving cpu-exact plan check test lint format lock clean-results clean
+.PHONY: help setup demo serving cpu-exact plan explain check test lint format lock clean-results clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -77,6 +77,10 @@ cpu-exact: setup  ## run config/studies/cpu-exact.yaml, the whole matrix of the 
 plan: setup  ## say what `make demo` would do; pinned sources are fetched, nothing is built
 	$(BIN)/python -m routewise fetch $(STUDY)
 	$(SNAKEMAKE) $(OPTIONS) --dry-run
+
+explain: setup  ## say which input of each cell that would run has changed; nothing is built
+	$(BIN)/python -m routewise fetch $(STUDY)
+	$(SNAKEMAKE) explain $(OPTIONS) --quiet
 
 check: setup  ## run what is missing, then fail when a verdict is not what the study expects
 	$(BIN)/python -m routewise fetch $(STUDY)

@@ -27,6 +27,10 @@ rule all:
         figures=FIGURES,
 
 
+onstart:
+    before_jobs()
+
+
 onsuccess:
     # the table, also where nothing had to run; a target of its own prints what it has to say
     if any(job.rule.name == "all" for job in workflow.dag.targetjobs):

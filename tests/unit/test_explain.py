@@ -76,17 +76,11 @@ def test_a_cell_without_inputs_or_damaged_says_so(tmp_path: Path) -> None:
 
 
 def test_a_build_is_taken_apart_to_the_file(tmp_path: Path) -> None:
-    manifest = {"kind": "build", "name": "cpu-stock", "parts": {"component:ggml-cpu": "a"}}
-    write_manifest(tmp_path, "1" * 64, {**manifest, "files": {"ggml/repack.cpp": "x", "b": "y"}})
-    write_manifest(
-        tmp_path,
-        "4" * 64,
-        {
-            **manifest,
-            "parts": {"component:ggml-cpu": "c"},
-            "files": {"ggml/repack.cpp": "z", "b": "y"},
-        },
-    )
+    named = {"kind": "build", "name": "cpu-stock"}
+    old = {"parts": {"component ggml-cpu": "a"}, "files": {"ggml/repack.cpp": "x", "b": "y"}}
+    new = {"parts": {"component ggml-cpu": "c"}, "files": {"ggml/repack.cpp": "z", "b": "y"}}
+    write_manifest(tmp_path, "1" * 64, lambda: {**named, **old})
+    write_manifest(tmp_path, "4" * 64, lambda: {**named, **new})
     [said] = differences(INPUTS, {**INPUTS, "build": "4" * 64}, tmp_path)
     assert said == "the build changed (cpu-stock: ggml/repack.cpp)"
 

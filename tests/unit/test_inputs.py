@@ -37,14 +37,14 @@ def test_each_input_moves_the_digest(name: str) -> None:
 
 
 def test_a_manifest_is_written_once(tmp_path: Path) -> None:
-    write_manifest(tmp_path, "a" * 64, {"parts": {"x": "1"}})
-    write_manifest(tmp_path, "a" * 64, {"parts": {"x": "2"}})
+    write_manifest(tmp_path, "a" * 64, lambda: {"parts": {"x": "1"}})
+    write_manifest(tmp_path, "a" * 64, lambda: pytest.fail("made again"))
     assert read_manifest(tmp_path, "a" * 64) == {"parts": {"x": "1"}}
     assert read_manifest(tmp_path, "b" * 64) is None
 
 
 def test_a_damaged_manifest_is_none(tmp_path: Path) -> None:
-    write_manifest(tmp_path, "a" * 64, {})
+    write_manifest(tmp_path, "a" * 64, lambda: {})
     [file] = (tmp_path / "manifests").iterdir()
     file.write_text("{")
     assert read_manifest(tmp_path, "a" * 64) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 from collections import Counter
@@ -23,104 +22,18 @@ from routewise.plan import (
     StudyPlan,
     fetch_sources,
     freeze_plan,
-    plan_study,
     study_json,
     thaw_plan,
     variant_parameters,
     write_cell_list,
 )
 from routewise.study import check_study
-from small_tree import make_tree
-
-DOT = "ggml/src/ggml-cpu/dot.cpp"
-SHAPES = ["ragged", "rollback", "neighbours"]
-
-
-class House:
-    """A repository and a study of the miniature llama.cpp, to be changed and planned again."""
-
-    def __init__(self, folder: Path, root: Path) -> None:
-        self.folder = folder
-        self.root = root
-        self.results = folder / "results"
-        self.tree = make_tree(folder / "tree")
-        (folder / "small.gguf").write_bytes(b"a model as far as a plan is concerned")
-        self.prompts = folder / "prompts.jsonl"
-        line = {"id": "a", "category": "text", "n_tokens": 8, "text": "one"}
-        self.prompts.write_text(json.dumps(line) + "\n")
-        self.study: dict[str, Any] = {
-            "schema_version": 1,
-            "study": "made",
-            "sources": {"tree": {"kind": "path", "path": str(self.tree)}},
-            "builds": {
-                "cpu-stock": {"source": "tree", "backend": "cpu"},
-                "cpu-twice": {"source": "tree", "backend": "cpu", "patch": "twice"},
-            },
-            "models": {
-                "small": {"kind": "path", "path": str(folder / "small.gguf")},
-                "smaller": {
-                    "kind": "quantize",
-                    "from": "small",
-                    "type": "Q4_0",
-                    "build": "cpu-stock",
-                },
-            },
-            "prompts": {"few": {"file": str(self.prompts)}},
-            "routes": {
-                "cpu-stock": {"build": "cpu-stock"},
-                "cpu-twice": {"build": "cpu-twice", "reference": "cpu-stock"},
-            },
-            "sweeps": {
-                "replay": {
-                    "routes": ["cpu-stock", "cpu-twice"],
-                    "models": ["small", "smaller"],
-                    "prompts": "few",
-                    "widths": [2, 4],
-                    "shapes": list(SHAPES),
-                },
-                "cost": {"routes": ["cpu-stock", "cpu-twice"], "models": ["smaller"]},
-            },
-        }
-
-    def own_root(self) -> Path:
-        """Have a copy of the measuring code and the patches that may be edited; return it."""
-        ignored = shutil.ignore_patterns("__pycache__")
-        self.root = Path(shutil.copytree(self.root, self.folder / "repository", ignore=ignored))
-        return self.root
-
-    def plan(self, **replay: Any) -> StudyPlan:
-        document = copy.deepcopy(self.study)
-        document["sweeps"].get("replay", {}).update(replay)
-        return plan_study(check_study(document, "study.yaml"), self.results, self.root)
-
-    def fetch_and_plan(self) -> StudyPlan:
-        """Do all that the Snakefile does before there are rules."""
-        fetch_sources(check_study(self.study, "study.yaml"), self.results)
-        return self.plan()
-
-    def edit(self, file: Path | str, old: str, new: str) -> None:
-        path = self.tree / file
-        text = path.read_text()
-        assert old in text
-        path.write_text(text.replace(old, new, 1))
+from small_house import DOT, SHAPES, House, make_root
 
 
 @pytest.fixture(scope="module")
 def root(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a repository with the measuring code of this one, and a patch for the miniature."""
-    root = tmp_path_factory.mktemp("repository")
-    (root / "workflow").mkdir()
-    for part in ("scripts", "shim"):
-        (root / "workflow" / part).symlink_to(repository / "workflow" / part)
-    overlay = root / "patches/twice/overlay/ggml/src/ggml-cpu"
-    overlay.mkdir(parents=True)
-    (overlay / "twice.cpp").write_text("float twice(float x) { return 2.0f * x; }\n")
-    (root / "patches/twice/hooks.diff").write_text(
-        f"--- a/{DOT}\n+++ b/{DOT}\n@@ -8,4 +8,5 @@\n"
-        "         sum += a[i] * b[i];\n     }\n-    return sum;\n"
-        "+    float twice(float x);\n+    return twice(sum);\n }\n"
-    )
-    return root
+    return make_root(tmp_path_factory.mktemp("repository") / "root", repository)
 
 
 @pytest.fixture(scope="module")
@@ -597,6 +510,7 @@ def test_a_host_is_in_the_digests_and_what_is_asked_of_it_is_not(house: House) -
 def test_a_build_with_a_host_does_not_ask_for_compilers_here(
     house: House, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    del house.study["sweeps"]["cost"]  # has one kind of host
     house.study["hosts"] = {"box": {}}
     for build in house.study["builds"].values():
         build["host"] = "box"
@@ -661,3 +575,47 @@ def test_an_edit_is_explained_by_its_file(house: House) -> None:
     new = next(plan for plan in after.cells.values() if plan.cell.route == "cpu-stock")
     said = list(differences(old.inputs, new.inputs, house.results))
     assert f"the build changed (cpu-stock: {DOT})" in said
+
+
+def test_a_replay_is_not_explained_by_the_server(house: House) -> None:
+    """Both were edited, and only one of them decides a replay."""
+    before = house.plan()
+    house.edit(DOT, "sum = 0.0f", "sum = -0.0f")
+    house.edit("tools/server/server.cpp", "0", "1")
+    after = house.plan()
+    old, new = (next(iter(plan.cells.values())).inputs for plan in (before, after))
+    [build] = [one for one in differences(old, new, house.results) if one.startswith("the build")]
+    assert DOT in build
+    assert "server" not in build
+
+
+def test_a_prompt_is_explained_by_its_name(house: House) -> None:
+    before = house.plan()
+    text = house.prompts.read_text()
+    house.prompts.write_text(text + text.replace('"a"', '"model"'))
+    old, new = (next(iter(plan.cells.values())).inputs for plan in (before, house.plan()))
+    assert list(differences(old, new, house.results)) == [
+        "the prompts changed (prompt model added)"
+    ]
+
+
+def test_a_device_is_wanted_while_a_route_on_it_is_unmeasured(house: House) -> None:
+    with_cuda(house)
+    plan = house.plan()
+    assert plan.devices_wanted() == {"cpu": {"cpu-stock", "cpu-twice"}, "cuda": {"cuda-stock"}}
+    paths = [Path(path) for path in plan.cell_paths() if ".cuda-stock." in path]
+    for path in paths:
+        path.parent.mkdir(parents=True)
+        path.touch()
+    assert set(plan.devices_wanted()) == {"cpu"}
+    paths[0].unlink()
+    assert plan.devices_wanted()["cuda"] == {"cuda-stock"}
+
+
+def test_a_cost_job_has_one_kind_of_host(house: House) -> None:
+    house.study["hosts"] = {"box": {}}
+    house.study["builds"]["cpu-stock"]["host"] = "box"
+    with pytest.raises(RoutewiseError, match=r"sweeps\.cost\.routes"):
+        house.plan()
+    house.study["builds"]["cpu-twice"]["host"] = "box"
+    house.plan()

@@ -12,8 +12,9 @@ import pytest
 from routewise.plan import StudyPlan
 from routewise.serve_cell import ServeCell
 from routewise.serve_plan import ServePlan
+from small_house import House
 
-from .test_plan import House, root, warm_cache  # noqa: F401 - fixtures
+from .test_plan import root, warm_cache  # noqa: F401 - fixtures
 
 COMMON = {"models": ["small"], "prompts": "few"}
 

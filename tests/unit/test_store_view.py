@@ -227,6 +227,8 @@ def test_the_command_gives_the_exit_code(results: Path, capsys: pytest.CaptureFi
     fragment(results, 0).write_bytes(b"")
     assert run(parse(["store", "check", *words])) == 1
     assert run(parse(["store", "prune", "--yes", *words])) == 0
+    assert kept(results) == [True, True, True]  # not a month old: of a stopped run, perhaps
+    assert run(parse(["store", "prune", "--older-than-days", "1", "--yes", *words])) == 0
     assert kept(results) == [True, True, False]
     assert run(parse(["store", "list", "--results", str(results / "nowhere")])) == 2
     assert "no such folder" in capsys.readouterr().err

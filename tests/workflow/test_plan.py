@@ -103,3 +103,52 @@ def test_another_setting_measures_anew(stock: Bench, tmp_path: Path) -> None:
     bench = stock.copy(tmp_path / "copy")
     bench.study["routes"]["cpu-stock"]["flash_attention"] = False
     assert bench.jobs_left(RECEIPT) == {"measure_plain": 1, "measure_replay": 2, **STUDY_JOBS}
+
+
+def test_code_that_reports_is_an_input_of_what_it_makes(
+    chain: Bench, repository: Path, tmp_path: Path
+) -> None:
+    """Asked of Snakemake itself, with the rules and scripts of a copy that is edited."""
+    bench = chain.copy(tmp_path / "copy")
+    kept = list((bench.results / "receipts").glob("*/receipt.json"))
+    written = bench.results / "small" / "receipt.json"
+    assert [path.read_bytes() for path in kept] == [written.read_bytes()]
+
+    copy = tmp_path / "repository"
+    for part in ("workflow", "config", "patches"):
+        shutil.copytree(repository / part, copy / part)
+    snakefile = shutil.copy(repository / "Snakefile", copy)
+
+    def left(script: str) -> dict[str, int]:
+        file = copy / "workflow/scripts" / script
+        before = file.read_text()
+        file.write_text(f"{before}\nX = 1\n")
+        found = bench.jobs_left("--snakefile", str(snakefile))
+        file.write_text(before)
+        return found
+
+    assert bench.jobs_left("--snakefile", str(snakefile)) == {}
+    figures, end = {"draw_figure": 3}, {"all": 1}
+    assert left("draw_figure.py") == {**figures, **end}
+    assert left("routewise/receipt.py") == {"write_receipt": 1, **end}
+    assert left("build_tables.py") == {"build_tables": 1, "write_receipt": 1, **figures, **end}
+
+
+def test_a_missing_device_stops_a_run_and_warns_a_plan(stock: Bench, tmp_path: Path) -> None:
+    bench = stock.copy(tmp_path / "copy")
+    route = {"command": ["nobody", "{model}", "{port}"], "device": "npu", "context": 512}
+    bench.study["routes"]["npu"] = route
+    bench.study["sweeps"]["repeat"] = {"routes": ["npu"], "models": ["small"], "prompts": "few"}
+    unseen = {"ROUTEWISE_DEVICES": ""}
+    sentence = "this machine has no npu device"
+    for words in (["--dry-run"], ["explain"]):
+        outcome = bench.snakemake(*words, **unseen).check()
+        assert f"warning: {sentence}" in outcome.text
+    before = times_of(bench)
+    outcome = bench.snakemake(**unseen)
+    assert outcome.code != 0
+    assert sentence in outcome.text
+    assert "ROUTEWISE_DEVICES=npu" in outcome.text
+    assert "Traceback" not in outcome.text
+    assert times_of(bench) == before
+    assert sentence not in bench.snakemake("--dry-run").check().text

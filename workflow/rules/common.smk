@@ -28,8 +28,13 @@ RESULTS = Path("results")
 
 
 def planned():
-    """Return the plan of the configured study; a user's mistake ends here, with a message."""
+    """Return the plan of the configured study; a user's mistake ends here, with a message.
+
+    A job on another host, whose compilers are others, does what was planned where it was submitted.
+    """
     try:
+        if not workflow.is_main_process and (plan := thaw_plan()):
+            return plan
         for file in workflow.configfiles:
             read_yaml(Path(file))  # a key that stands twice is seen only in the file
         study = check_study(config, " + ".join(map(str, workflow.configfiles)))
@@ -88,45 +93,39 @@ def asked_of(find, counted=None):
     }
 
 
-def look_for_devices():
-    """Stop where this machine lacks a device of the study; a dry run only warns.
+def missing_here():
+    """Return an error for each device that this machine lacks, with something left to measure."""
+    wanted = PLAN.devices_wanted()
+    return [
+        RoutewiseError(
+            f"this machine has no {device} device (looked for {sought}), and routes of the study"
+            f" run on it: {', '.join(sorted(wanted[device]))}",
+            "run the study where the device is, or leave the routes out; where it is there unseen,"
+            f" say so: {TRUSTED}={device}",
+        )
+        for device, sought in missing_devices(wanted).items()
+    ]
 
-    A scheduler sends jobs to hosts that have the devices: each job then looks for its own.
+
+def before_jobs():
+    """Do what must be done before the first job of a run, and stop a run that cannot be made.
+
+    Only now does Snakemake say where jobs go. A scheduler sends them to hosts that have the
+    devices, where each looks for its own and does what was planned here.
     """
     if on_cluster():
-        return
-    users = {}
-    for sweep in PLAN.study.sweeps.values():
-        for name in sweep["routes"]:
-            route = PLAN.study.routes[name]
-            if route.kind != "endpoint":
-                users.setdefault(route.serving.device, set()).add(name)
-    for device, sought in missing_devices(users).items():
-        names = ", ".join(sorted(users[device]))
-        found = (
-            f"this machine has no {device} device (looked for {sought}), and routes of the study"
-            f" run on it: {names}"
-        )
-        if not workflow.dryrun:
-            raise WorkflowError(
-                f"routewise: {found}",
-                "run the study where the device is, or leave the routes out; where it is there"
-                f" unseen, say so: {TRUSTED}={device}",
-            )
-        print(f"routewise: warning: {found}", file=sys.stderr)
+        os.environ[FROZEN_PLAN] = str(freeze_plan(PLAN))
+    elif any(job.rule.name != "explain" for job in workflow.dag.targetjobs):
+        for error in missing_here():
+            raise WorkflowError(str(error))
 
 
+PLAN = planned()
 if workflow.is_main_process:
     take_over()
-    PLAN = planned()
-    look_for_devices()
-    if not workflow.dryrun:
-        write_cell_list(PLAN)
-    if workflow.non_local_exec:
-        os.environ[FROZEN_PLAN] = str(freeze_plan(PLAN))
-else:
-    # a job on another host, whose compilers are others, does what was planned
-    PLAN = thaw_plan() or planned()
+    write_cell_list(PLAN)
+    for error in missing_here():
+        print(f"routewise: warning: {error.problem}", file=sys.stderr)
 STUDY = PLAN.study
 
 # jobs use this interpreter, and CMake and ninja beside it; and they end when this process does

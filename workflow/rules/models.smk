@@ -48,6 +48,9 @@ rule quantize_model:
         tool=lambda w: str(Path(tools_of(w.model)).parent / "bin" / "llama-quantize"),
         tool_digest=lambda w: QUANTIZED[w.model].tool_digest,
     threads: 2
+    resources:
+        # what a host compiled runs on its kind
+        **asked_of(lambda w: STUDY.build_resources(STUDY.models[w.model]["build"])),
     conda:
         "../../envs/measure.yaml"
     shell:

@@ -17,6 +17,9 @@ rule tokenize_prompts:
         file=lambda w, output: str(PROMPTS[w.digest].file),
         context=lambda w: PROMPTS[w.digest].context,
         library_dir=lambda w, input: str(Path(input.build).parent / "lib"),
+    resources:
+        # what a host compiled runs on its kind
+        **asked_of(lambda w: STUDY.build_resources(PROMPTS[w.digest].build)),
     conda:
         "../../envs/measure.yaml"
     shell:

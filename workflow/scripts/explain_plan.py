@@ -24,10 +24,9 @@ def main(study: dict[str, Any], results_dir: Path, root: Path) -> None:
     for reason in explain_cells(cells, results_dir):
         print(reason.line())
         sweeps[cells[reason.path]["sweep"]] += 1
-    for part in ("engine", "server", "tools"):
-        for build in plan.builds.values():
-            if part == "engine" and not (build.part_dir(part) / "build.json").is_file():
-                print(f"build {build.name}: its engine has not been compiled from this source yet")
+    for build in plan.builds.values():
+        if not (build.engine_dir / "build.json").is_file():
+            print(f"build {build.name}: its engine has not been compiled from this source yet")
     told = ", ".join(f"{n} {sweep}" for sweep, n in sorted(sweeps.items()))
     print(f"{sum(sweeps.values())} of {len(cells)} cells would run{f' ({told})' if told else ''}.")
 

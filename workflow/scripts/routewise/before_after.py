@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 
+from routewise.digest import sha256_file
 from routewise.errors import (
     EXIT_AS_CLAIMED,
     EXIT_DIFFERS,
@@ -23,7 +24,6 @@ from routewise.errors import (
 )
 from routewise.history import (
     SHORT,
-    digest_of_receipt,
     find_receipt,
     history_folder,
     listing,
@@ -80,9 +80,9 @@ def compare_receipts(old: Path, new: Path, results: Path) -> Report:
     for name, path, receipt in zip(("old", "new"), files, receipts, strict=True):
         report.lines.append(
             f"{name}: {receipt['study']}, measured to {measured_to(receipt) or '?'}, "
-            f"digest {digest_of_receipt(path)[:SHORT]}, {path}"
+            f"digest {sha256_file(path)[:SHORT]}, {path}"
         )
-    if digest_of_receipt(old) == digest_of_receipt(new):
+    if sha256_file(old) == sha256_file(new):
         report.lines.append("the two are one receipt, byte for byte")
         return report
     if not _shared(*receipts):

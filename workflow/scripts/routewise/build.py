@@ -168,12 +168,20 @@ class BuildPlan:
     host: str | None = None
     files: Mapping[str, str] = field(default_factory=dict, repr=False)  # patched, normalised
 
-    def parts(self) -> dict[str, Any]:
-        """Return what the digests of this build are made of, for people and for comparing."""
-        components = {f"component:{name}": digest for name, digest in self.components.items()}
-        options = {f"option:{name}": value for name, value in self.options.items()}
-        toolchain = {f"toolchain:{name}": value for name, value in self.toolchain.items()}
-        return {"backend": self.backend, "patch": self.patch, **components, **options, **toolchain}
+    def manifest(self, part: str) -> dict[str, Any]:
+        """Return what the digest of the engine or the server is made of (routewise.inputs)."""
+        own = part_components(self.backend, part)
+        files = {file: found for file, found in self.files.items() if component_of(file) in own}
+        if part == "engine":
+            own |= {"shim"}
+        parts = {
+            "backend": self.backend,
+            "patch": self.patch,
+            **{f"component {name}": self.components[name] for name in own & set(self.components)},
+            **{f"option {name}": value for name, value in self.options.items()},
+            **{f"toolchain {name}": value for name, value in self.toolchain.items()},
+        }
+        return {"kind": "build", "name": self.name, "parts": parts, "files": files}
 
     @property
     def identity(self) -> str:
@@ -239,11 +247,11 @@ def plan_build(
     else:  # compiled elsewhere: known by the host's kind, and recorded there
         toolchain = {"host": spec.host}
     changed = patched_files(patch, root, spec.source) if patch else {}
-    engine = {*ENGINE_COMPONENTS, *backend.components}
-    wanted = {*engine, *TOOL_COMPONENTS, *SERVER_COMPONENTS}
-    stock = component_digests(root, cache, None, wanted.__contains__)
-    files = file_digests(root, cache, changed, wanted.__contains__)
-    patched = folded(files) if changed else stock
+    wanted = set().union(*(part_components(spec.backend, part) for part in PARTS))
+    files = stock_files = file_digests(root, cache, None, wanted.__contains__)
+    if changed:
+        files = file_digests(root, cache, changed, wanted.__contains__)
+    stock, patched = folded(stock_files), folded(files)
     common: dict[str, Any] = {
         "format": BUILD_FORMAT,
         "backend": spec.backend,
@@ -264,12 +272,17 @@ def plan_build(
         toolchain=toolchain,
         components={**patched, "shim": digest_of(shim)},
         digest=digest_of(
-            {**common, "components": _picked(patched, engine), "shim": shim, "part": "engine"}
+            {
+                **common,
+                "components": _picked(patched, part_components(spec.backend, "engine")),
+                "shim": shim,
+                "part": "engine",
+            }
         ),
         tools_digest=digest_of(
             {
                 **common,
-                "components": _picked(stock, {*engine, *TOOL_COMPONENTS}),
+                "components": _picked(stock, part_components(spec.backend, "tools")),
                 "super_project": super_project,
                 "part": "tools",
             }
@@ -277,7 +290,7 @@ def plan_build(
         server_digest=digest_of(
             {
                 **common,
-                "components": _picked(patched, {*engine, *SERVER_COMPONENTS}),
+                "components": _picked(patched, part_components(spec.backend, "server")),
                 "super_project": super_project,
                 "part": "server",
             }
@@ -287,6 +300,12 @@ def plan_build(
         host=spec.host,
         files=files,
     )
+
+
+def part_components(backend: str, part: str) -> set[str]:
+    """Return the components of a source that one part of a build is compiled from."""
+    more = {"engine": (), "server": SERVER_COMPONENTS, "tools": TOOL_COMPONENTS}[part]
+    return {*ENGINE_COMPONENTS, *BACKENDS[backend].components, *more}
 
 
 def _picked(digests: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:

@@ -14,11 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from routewise.inputs import WORDS, read_manifest
-from routewise.schema.file import METADATA_KEY
+from routewise.schema.file import read_provenance
 
 #: Inputs that are digests with a manifest.
 _COMPOSITE = ("build", "builds", "code", "prompts", "made_of.server")
@@ -57,14 +54,13 @@ def explain_cells(planned: Mapping[str, Mapping[str, Any]], results: Path) -> It
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], results: Path) -> Iterator[str]:
     """Yield what differs between two cells' inputs, each as a clause."""
-    plain_changed = before.get("plain") != now.get("plain")
     found = []
     for name in sorted({*before, *now}):
         for place, old, new in _leaves(name, before.get(name), now.get(name)):
             found.append((name, place, old, new))
     # a plain cell moves with the same edit: worth a word only where nothing else is to be said
     others = [entry for entry in found if entry[0] != "plain"]
-    for name, place, old, new in others if others and plain_changed else found:
+    for name, place, old, new in others or found:
         yield _clause(name, place, old, new, results)
 
 
@@ -100,7 +96,7 @@ def _taken_apart(old: str, new: str, results: Path) -> str | None:
     parts = _changed_keys(before.get("parts", {}), now.get("parts", {}))
     files = _changed_keys(before.get("files", {}), now.get("files", {}))
     name = now.get("name")
-    said = [*files, *(part for part in parts if not (files and part.startswith("component:")))]
+    said = [*files, *(part for part in parts if not (files and part.startswith("component ")))]
     if not said:
         return None
     more = f" and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
@@ -136,11 +132,7 @@ def _earlier_files(results: Path) -> dict[str, list[Path]]:
 
 def _newest_inputs(files: list[Path]) -> tuple[Path, dict[str, Any]] | None:
     for path in sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True):
-        try:
-            metadata = pq.read_metadata(path).metadata or {}
-            inputs = json.loads(metadata[METADATA_KEY]).get("inputs")
-        except (OSError, pa.ArrowException, KeyError, ValueError):
-            continue
+        inputs = read_provenance(path).get("inputs")
         if inputs:
             return path, inputs
     return None

@@ -77,8 +77,7 @@ def _kept(folder: Path) -> Kept:
         receipt = read_receipt(path)
     except RoutewiseError as error:
         return Kept(folder, digest, "?", "?", f"cannot be read: {error.problem}")
-    date = receipt["provenance"].get("measured", {}).get("to") or "?"
-    return Kept(folder, digest, receipt["study"], str(date))
+    return Kept(folder, digest, receipt["study"], measured_to(receipt) or "?")
 
 
 def listing(history: Path) -> str:
@@ -121,11 +120,6 @@ def find_receipt(named: str, history: Path) -> Path:
             "make the receipt again from its tables, or name another one",
         )
     return fitting[0].folder / JSON_NAME
-
-
-def digest_of_receipt(path: Path) -> str:
-    """Return the SHA-256 (hex) of a receipt file."""
-    return sha256_file(path)
 
 
 def measured_to(receipt: dict[str, Any]) -> str:

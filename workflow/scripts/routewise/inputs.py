@@ -10,7 +10,7 @@ under ``results/manifests`` and never changed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ _SERVE = _COMMON | {"variant", "cell", "made_of", "host", "model", "prompts"}
 #: Kind of cell -> the names of all that decides its rows. There is no other such list.
 SWEEP_INPUTS: dict[str, frozenset[str]] = {
     "replay": _COMMON
-    | {"variant", "settings", "parameters", "env", "build", "host", "claim", "model"}
+    | {"variant", "settings", "parameters", "env", "build", "host", "model"}
     | {"prompts", "plain"},
     "cost": _COMMON | {"cell", "builds", "hosts", "model"},
     "repeat": _SERVE,
@@ -40,7 +40,6 @@ WORDS: dict[str, str] = {
     "build": "the build",
     "builds": "a build of its routes",
     "cell": "what is asked of the server",
-    "claim": "the claim",
     "code": "the measuring code",
     "env": "the route's environment",
     "format": "the format of results",
@@ -80,14 +79,17 @@ def _manifest_path(results: Path, digest: str) -> Path:
     return results / "manifests" / f"{digest[:DIGEST_LENGTH]}.json"
 
 
-def write_manifest(results: Path, digest: str, manifest: Mapping[str, Any]) -> None:
-    """Keep what a digest is made of, unless it is there. A read-only folder is no error here."""
+def write_manifest(results: Path, digest: str, make: Callable[[], Mapping[str, Any]]) -> None:
+    """Keep what a digest is made of, unless it is there: only then is it made.
+
+    A read-only folder is no error here.
+    """
     path = _manifest_path(results, digest)
     if path.is_file():
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, canonical_json(dict(manifest)) + "\n")
+        write_text(path, canonical_json(dict(make())) + "\n")
     except OSError:
         return
 

@@ -12,6 +12,9 @@ from typing import Any
 from routewise.digest import digest_of
 from routewise.watch import stat_fields
 
+#: What of a machine the bits of a result may depend on.
+SCOPE_KEYS = ("cpu_model", "n_cores", "cpu_flags_digest", "libc")
+
 #: Only these environment variables of the engine's family reach a measurement: those that the
 #: route names. Anything else beginning like this would move numbers or times unseen.
 ENGINE_VARIABLES = ("GGML_", "LLAMA_", "OMP_", "GOMP_", "KMP_")
@@ -35,7 +38,7 @@ def describe_machine() -> dict[str, Any]:
 
 def device_scope(machine: dict[str, Any]) -> dict[str, Any]:
     """Return the part of a machine's description that a fragment's bits may depend on."""
-    return {key: machine[key] for key in ("cpu_model", "n_cores", "cpu_flags_digest", "libc")}
+    return {key: machine[key] for key in SCOPE_KEYS}
 
 
 def set_engine_environment(variables: dict[str, str]) -> list[str]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from routewise.errors import RoutewiseError
+from routewise.machine import SCOPE_KEYS
 
-#: Facts of a machine that a result's bits may depend on, as machine.device_scope has them, and
-#: what names the accelerator and its driver.
-_SCOPE_KEYS = ("cpu_model", "n_cores", "cpu_flags_digest", "libc", "gpu", "driver")
+#: Facts of a machine that bits may depend on, and what names an accelerator and its driver.
+_SCOPE_KEYS = (*SCOPE_KEYS, "gpu", "driver")
 #: Cell files named for each value; of the rest the number is told.
 _SHOWN = 8
 

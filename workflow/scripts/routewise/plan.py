@@ -9,6 +9,7 @@ What has been made once under a path is never made again, and what changes gets 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pickle
@@ -123,6 +124,23 @@ class StudyPlan:
         """Return the paths of all cells, in the order of the study."""
         return [*self.cells, *self.costs, *self.serves, *self.agrees]
 
+    def devices_wanted(self) -> dict[str, set[str]]:
+        """Return the devices on which something is left to measure, and the routes that want them.
+
+        What is measured already can be reported anywhere.
+        """
+        cells: dict[str, CellPlan | ServePlan] = {**self.cells, **self.serves}
+        routes_of = {path: {plan.cell.route} for path, plan in cells.items()}
+        for path, cost in self.costs.items():
+            routes_of[path] = {arm.route for arm in cost.cell.arms}
+        missing = [names for path, names in routes_of.items() if not Path(path).is_file()]
+        routes = set().union(*missing)
+        found: dict[str, set[str]] = {}
+        for route in (self.study.routes[name] for name in routes):
+            if route.kind != "endpoint":
+                found.setdefault(route.serving.device, set()).add(route.name)
+        return found
+
     def named_cells(self) -> dict[str, dict[str, Any]]:
         """Return the inputs of every cell by its path, in the order of the study."""
         plans: dict[str, CellPlan | CostPlan | ServePlan | AgreePlan] = {
@@ -180,23 +198,31 @@ def plan_study(study: Study, results: Path, root: Path) -> StudyPlan:
 def _write_manifests(plan: StudyPlan, scripts: Path, cache: DigestCache) -> None:
     """Keep what the composite digests of a plan are made of, so that a change can be told."""
     for name, digest in plan.code.items():
-        parts = code_parts(scripts / f"{name}.py", cache)
-        write_manifest(plan.results, digest, {"kind": "code", "name": name, "parts": parts})
+        make = functools.partial(_code_manifest, name, scripts, cache)
+        write_manifest(plan.results, digest, make)
     for build in plan.builds.values():
-        manifest = {"kind": "build", "name": build.name, "parts": build.parts()}
-        manifest["files"] = dict(build.files)
-        for part in ("engine", "server", "tools"):
-            write_manifest(plan.results, build.part_digest(part), manifest)
+        for part in ("engine", "server"):
+            make = functools.partial(build.manifest, part)
+            write_manifest(plan.results, build.part_digest(part), make)
     for prompts in plan.prompts.values():
-        parts = {
-            prompt.id: digest_of(asdict(prompt))[:DIGEST_LENGTH]
-            for prompt in load_prompts(prompts.file)
-        }
-        parts |= {"context": str(prompts.context), "code": plan.code["tokenize_prompts"]}
-        parts |= {"model": plan.models[prompts.model].key}
-        parts |= {"engine": plan.builds[prompts.build].digest}
-        manifest = {"kind": "prompts", "name": prompts.prompts, "parts": parts}
-        write_manifest(plan.results, prompts.digest, manifest)
+        make = functools.partial(_prompts_manifest, plan, prompts)
+        write_manifest(plan.results, prompts.digest, make)
+
+
+def _code_manifest(name: str, scripts: Path, cache: DigestCache) -> dict[str, Any]:
+    return {"kind": "code", "name": name, "parts": code_parts(scripts / f"{name}.py", cache)}
+
+
+def _prompts_manifest(plan: StudyPlan, prompts: PromptPlan) -> dict[str, Any]:
+    lines = load_prompts(prompts.file)
+    parts = {f"prompt {line.id}": digest_of(asdict(line))[:DIGEST_LENGTH] for line in lines}
+    parts |= {
+        "context": str(prompts.context),
+        "tokenizing code": plan.code["tokenize_prompts"],
+        "model": plan.models[prompts.model].key,
+        "tokenizing build": plan.builds[prompts.build].digest,
+    }
+    return {"kind": "prompts", "name": prompts.prompts, "parts": parts}
 
 
 def _plan_builds(
@@ -297,7 +323,6 @@ def _plan_replay(
                         "env": env,
                         "build": builds[build].digest,
                         "host": route.host,
-                        "claim": None,  # a replay on a processor holds nothing
                         "model": models[model].key,
                         "prompts": prompt_plan.digest,
                         "code": code,
@@ -428,7 +453,10 @@ def thaw_plan() -> StudyPlan | None:
         return None
     try:
         plan = pickle.loads(Path(path).read_bytes())
-    except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+    except (
+        *(OSError, EOFError, ValueError, pickle.UnpicklingError),
+        *(AttributeError, ImportError),  # the library is another one now
+    ) as error:
         raise RoutewiseError(
             f"{path}: the plan that this job was submitted under cannot be read ({error})",
             "results/ must lie on a file system that all hosts share; run the same command again",

@@ -18,6 +18,7 @@ import pandas as pd
 from routewise.arm_verdict import dispatch_summary
 from routewise.errors import RoutewiseError
 from routewise.interval import LEVEL, detectable_share, share_interval
+from routewise.one_build import refuse_mixed
 from routewise.price import price_rows
 from routewise.serve_receipt import Doubts, arm_controls, serving_entries
 from routewise.table import (
@@ -29,6 +30,7 @@ from routewise.table import (
     Cell,
     StudyTables,
     build_of,
+    measured,
     quantization_of,
     replay_variants,
     study_digest,
@@ -76,35 +78,6 @@ def statement_of(variant: str) -> str:
     return f"{subject} gives the logits of one token alone, bit for bit"
 
 
-def check_fingerprints(tables: StudyTables) -> None:
-    """Check that each route was measured with one build.
-
-    A build's server is made apart from the libraries that are replayed, and has a fingerprint of
-    its own. Raises RoutewiseError where the cells of one route were measured with different
-    libraries: it names the files, because numbers of two builds must not meet in one claim.
-    """
-    found: dict[tuple[str, bool], dict[str, list[str]]] = {}
-    for cell in tables.cells:
-        for route in _routes_of(cell):
-            build = build_of(cell.provenance, route)
-            if not build and "|" in str(cell.route):
-                continue  # a pair is made of two cells, and these say what they ran
-            key = (route, cell.sweep in SERVING_SWEEPS)
-            fingerprint = str(build.get("fingerprint") or "")
-            found.setdefault(key, {}).setdefault(fingerprint, []).append(cell.path)
-    for (route, _), files in found.items():
-        if len(files) > 1:
-            listed = "; ".join(
-                f"{fingerprint or 'no fingerprint'}: {', '.join(sorted(paths))}"
-                for fingerprint, paths in sorted(files.items())
-            )
-            raise RoutewiseError(
-                f"route {route}: its cells were measured with {len(files)} different builds: "
-                f"{listed}",
-                "delete the cells of the build that is not meant and run the workflow again",
-            )
-
-
 def _routes_of(cell: Cell) -> list[str]:
     """Return the routes that a cell measured: its own, both of a pair, or a cost cell's."""
     if cell.route is not None:
@@ -118,7 +91,10 @@ def build_receipt(tables: StudyTables) -> dict[str, Any]:
     Raises RoutewiseError where cells of one route were measured with different libraries.
     """
     study = tables.study
-    check_fingerprints(tables)
+    # kept tables may be older than the refusal where they are built
+    refuse_mixed(
+        one for cell in tables.cells for one in measured(cell.path, cell.sweep, cell.provenance)
+    )
     controls: list[dict[str, Any]] = []
     claims: list[dict[str, Any]] = []
     arms, doubts = arm_controls(tables)

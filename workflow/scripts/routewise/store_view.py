@@ -8,7 +8,6 @@ nothing is known against.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -17,12 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from routewise.errors import RoutewiseError
 from routewise.progress import duration
-from routewise.schema.file import METADATA_KEY, read_table, table_name
+from routewise.schema.file import read_provenance, read_table, table_name
 from routewise.schema.study import CELL_TABLES
 from routewise.store import Store, fragment_key
 
@@ -102,7 +98,7 @@ def read_usage(cells: Path) -> Usage:
     names: dict[str, tuple[str, str]] = {}
     silent = []
     for path in sorted(cells.rglob("*.parquet")):
-        document = _document(path)
+        document = read_provenance(path)
         if document.get("table") in {"cost", "agree", "dispatch"}:
             continue  # made without the store
         keys = document.get("fragments")
@@ -154,7 +150,7 @@ def list_store(results: Path, stream: TextIO) -> None:
     for file in store_files(results / "store"):
         if not file.is_fragment:
             continue
-        document = _document(file.path)
+        document = read_provenance(file.path)
         route, model = usage.names.get(file.key, ("-", "-"))
         inputs = document.get("key_inputs") or {}
         mark = inputs.get("fingerprint") or (document.get("build") or {}).get("fingerprint") or "-"
@@ -234,15 +230,6 @@ def _remove(file: StoreFile) -> bool:
     return True
 
 
-def _document(path: Path) -> dict[str, Any]:
-    """Return a file's provenance from its metadata alone; empty where it has none."""
-    try:
-        found = json.loads((pq.read_schema(path).metadata or {})[METADATA_KEY])
-    except (OSError, pa.ArrowException, KeyError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _megabytes(files: list[StoreFile]) -> str:
     return f"{sum(file.n_bytes for file in files) / 1e6:.1f}"
 
@@ -271,7 +258,7 @@ def add_store_parser(commands: Any) -> None:
     check = actions.add_parser("check", help="read all; exit code 1 where something is wrong")
     check.add_argument("--remove", action="store_true", help="remove what is wrong")
     prune = actions.add_parser("prune", help="remove what no cell file uses (says it only)")
-    prune.add_argument("--older-than-days", type=float, default=0.0, metavar="N")
+    prune.add_argument("--older-than-days", type=float, default=30.0, metavar="N")
     prune.add_argument("--yes", action="store_true", help="do remove")
     for action in (told, check, prune):
         action.add_argument("--results", type=Path, default=Path("results"))

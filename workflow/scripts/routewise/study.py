@@ -255,6 +255,8 @@ def check_study(document: Mapping[str, Any], where: str, root: Path = Path("."))
             checker.unique(sweeps[name][key], f"sweeps.{name}.{key}")
             sweeps[name][key] = sorted({1, *sweeps[name][key]})  # the control is always measured
 
+    if "cost" in sweeps:  # its routes are measured in turn, in one job
+        checker.one_host([routes[name] for name in sweeps["cost"]["routes"] if name in routes])
     if document["study"] in RESERVED_NAMES:
         checker.wrong(
             "study", document["study"], "a name that is no folder of results/", "rename the study"
@@ -341,6 +343,17 @@ class _Checker:
             near = difflib.get_close_matches(str(name), names, n=1)
             hint = f"did you mean {near[0]!r}?" if near else "declare it, or use one of those"
             self.wrong(key, name, f"one of {', '.join(names) or '(none is declared)'}", hint)
+
+    def one_host(self, routes: list[Route]) -> None:
+        """Check that the routes of one job run on one kind of host."""
+        hosts = {route.name: route.host for route in routes}
+        if len(set(hosts.values())) > 1:
+            self.wrong(
+                "sweeps.cost.routes",
+                hosts,
+                "routes of one kind of host: they are timed in turn, in one job",
+                "time the routes of another host in a study of their own",
+            )
 
     def route_entry(self, name: str, entry: Mapping[str, Any], root: Path) -> None:
         """Check what must hold before a route can be made of its entry."""

@@ -197,6 +197,22 @@ def _filled(value: Any, n_rows: int) -> pa.Array:
     return pa.repeat(pa.scalar(value), n_rows)
 
 
+def measured(path: str, sweep: str, provenance: Mapping[str, Any]) -> list[Measured]:
+    """Return what a cell measured, by route.
+
+    A pair says which builds its two cells ran, and not on what: these say that themselves.
+    """
+    route = provenance["cell"].get("route")
+    is_pair = "|" in str(route)
+    told = {"ended_at": provenance.get("ended_at")} if is_pair else provenance
+    routes = [route] if route and not is_pair else sorted(provenance.get("builds") or [])
+    return [
+        Measured(name, sweep in SERVING_SWEEPS, fingerprint_of(provenance, name), path, told)
+        for name in routes
+        if not is_pair or build_of(provenance, name)
+    ]
+
+
 def build_tables(study: Mapping[str, Any], paths: Iterable[Path]) -> dict[str, pa.Table]:
     """Return the study's tables, made from its cell files, by the names of STUDY_TABLES.
 
@@ -206,7 +222,6 @@ def build_tables(study: Mapping[str, Any], paths: Iterable[Path]) -> dict[str, p
     cells: list[dict[str, Any]] = []
     parts: dict[str, list[pa.Table]] = {name: [] for name in _CELL_TABLES}
     seen: dict[tuple[Any, ...], str] = {}
-    measured: list[Measured] = []
     for path in sorted({Path(path) for path in paths}):
         name = table_name(path) or "replay"  # read_table then says what is wrong with the file
         if name not in parts:
@@ -226,7 +241,6 @@ def build_tables(study: Mapping[str, Any], paths: Iterable[Path]) -> dict[str, p
                 "pass only the cells of the present plan",
             )
         seen[key] = shown
-        measured += _measured(shown, cell, provenance)
         valid = not provenance.get("invalid_reasons")
         cells.append(
             {
@@ -242,25 +256,17 @@ def build_tables(study: Mapping[str, Any], paths: Iterable[Path]) -> dict[str, p
             }
         )
         parts[name].append(_with_cell(rows, name, cells[-1], provenance))
-    refuse_mixed(measured)
+    refuse_mixed(
+        one
+        for cell in cells
+        for one in measured(cell["cell"], cell["sweep"], json.loads(cell["provenance"]))
+    )
     tables = {
         f"study_{name}": pa.concat_tables(found) if found else _empty(f"study_{name}")
         for name, found in parts.items()
     }
     tables["study_cells"] = pa.Table.from_pylist(cells, schema=CELLS.arrow)
     return tables
-
-
-def _measured(shown: str, cell: Mapping[str, Any], provenance: Mapping[str, Any]) -> list[Measured]:
-    """Return what a cell file measured, by route; nothing for a pair, which is made of two."""
-    route = cell.get("route")
-    if "|" in str(route):
-        return []
-    serving = cell["sweep"] in SERVING_SWEEPS
-    return [
-        Measured(name, serving, fingerprint_of(provenance, name), shown, provenance)
-        for name in ([route] if route else sorted(provenance.get("builds") or []))
-    ]
 
 
 def _empty(name: str) -> pa.Table:

@@ -116,13 +116,19 @@ def read_table(path: Path, declared: TableSchema) -> tuple[pa.Table, dict[str, A
     return table, provenance
 
 
-def table_name(path: Path) -> str | None:
-    """Return the name of the table that a file says it holds, or None where it says nothing.
+def read_provenance(path: Path) -> dict[str, Any]:
+    """Return a file's provenance from its metadata alone; empty where it says nothing.
 
-    Reads the file's metadata alone; :func:`read_table` says what is wrong with a file.
+    :func:`read_table` says what is wrong with a file.
     """
     try:
-        metadata = pq.read_schema(path).metadata or {}
-        return str(json.loads(metadata[METADATA_KEY])["table"])
-    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError):
-        return None
+        found = json.loads((pq.read_schema(path).metadata or {})[METADATA_KEY])
+    except (OSError, pa.ArrowException, KeyError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def table_name(path: Path) -> str | None:
+    """Return the name of the table that a file says it holds, or None where it says nothing."""
+    name = read_provenance(path).get("table")
+    return None if name is None else str(name)
