@@ -1,7 +1,7 @@
 """The table of edits and what each makes run again, kept in docs/invalidation.md.
 
 Every entry is planned here, on a miniature llama.cpp with a CPU and a CUDA route that replay and a
-server route that repeats. ``ROUTEWISE_WRITE_DOCS=1`` writes the document anew.
+server route that repeats. ``ROUTEWISE_WRITE_DOCS=1`` writes this test's part of the document anew.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from documents import check_section
 from routewise.plan import StudyPlan
 from small_house import DOT, House, make_root
 
@@ -165,25 +166,6 @@ EDITS: list[tuple[str, Callable[[House], object], set[str]]] = [
     ),
 ]
 
-INTRODUCTION = """# What an edit makes run again
-
-Made by `tests/unit/test_invalidation.py`, which plans every row on a miniature llama.cpp with a CPU
-route (replay, server, cost) and a CUDA route (replay), and fails where this page says another
-thing. A dot: nothing runs. **runs**: its digest is new. What the plan says is what
-`snakemake -n` says; `snakemake explain` names the file that was edited.
-
-The table is of plans. What a plan says is what Snakemake does (tested in
-`tests/workflow/test_plan.py`, with cells that adopt what a set of prompts or widths had before). A
-refactor that compiles to the same bits gives the same fingerprint, by which fragments are adopted
-(`tests/unit/test_build_real.py`, `tests/unit/test_cell.py`); a whole run of a renamed variable is
-not among the tests yet.
-
-The CPU backend is part of every build, and so moves the CUDA cells too: layers that a device does
-not take run on the processor. The tokens of a prompt set are made by an engine, and so are made
-again with it; where they come out the same, the fragments behind them are adopted.
-
-"""
-
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> dict[str, set[str]]:
@@ -210,8 +192,4 @@ def test_the_document_is_the_table(table: dict[str, set[str]], repository: Path)
     for name, runs in table.items():
         cells = " | ".join("**runs**" if stage in runs else "·" for stage in COLUMNS)
         lines.append(f"| {name} | {cells} |")
-    text = INTRODUCTION + "\n".join(lines) + "\n"
-    document = repository / DOCUMENT
-    if os.environ.get("ROUTEWISE_WRITE_DOCS"):
-        document.write_text(text)
-    assert document.read_text() == text
+    check_section(repository / DOCUMENT, "planned", "\n".join(lines) + "\n")
