@@ -6,7 +6,7 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from routewise import watch
-from routewise.device import TRUSTED, missing_devices
+from routewise.device import COUNTED_AS, TRUSTED, missing_devices
 from routewise.digest import canonical_json
 from routewise.errors import RoutewiseError
 from routewise.plan import (
@@ -18,6 +18,7 @@ from routewise.plan import (
     thaw_plan,
     write_cell_list,
 )
+from routewise.run_view import Job, job_name
 from routewise.study import check_study, read_yaml
 from routewise.takeover import take_over
 
@@ -65,13 +66,14 @@ def on_cluster():
     return workflow.non_local_exec
 
 
-def asked_of(find, counted=None):
+def asked_of(find, cell=None):
     """Return the resources of a rule: ``find(wildcards)`` says what a scheduler is asked for.
 
-    ``counted`` are those that order the jobs of one machine. A scheduler that is asked for devices
-    by ``gres`` is not asked for them by number too.
+    ``cell(wildcards)`` is the path of a cell whose job may claim devices. They are counted, so that
+    no job of this machine is started only to wait; what decides is the claim. A scheduler that is
+    asked for devices by ``gres`` is not asked for them by number too.
     """
-    counted = counted or {}
+    counted = set() if cell is None else set(COUNTED_AS.values())
 
     def value(name, wildcards):
         found = find(wildcards) if on_cluster() else {}
@@ -79,7 +81,7 @@ def asked_of(find, counted=None):
             return found[name]
         if name not in counted:
             return None
-        return 0 if "gres" in found else counted[name](wildcards)
+        return 0 if "gres" in found else PLAN.counted(cell(wildcards)).get(name, 0)
 
     names = {name for host in STUDY.hosts.values() for name in host}
     for entry in (
@@ -89,7 +91,7 @@ def asked_of(find, counted=None):
         names |= set(entry.get("resources", {}))
     return {
         name: (lambda wildcards, name=name: value(name, wildcards))
-        for name in sorted(names | set(counted))
+        for name in sorted(names | counted)
     }
 
 
@@ -107,6 +109,36 @@ def missing_here():
     ]
 
 
+def announce_jobs():
+    """Tell the progress line, where there is one, what the run will make."""
+    lines = [
+        handler
+        for handler in workflow.logger_manager.get_log_handlers()
+        if hasattr(handler, "expect_jobs")
+    ]
+    if not lines:
+        return
+    dag, names = workflow.dag, PLAN.job_names()
+    needed = set(dag.needrun_jobs())
+
+    def described(job):
+        path = str(next(iter(job.output), ""))
+        return Job(
+            id=dag.jobid(job),
+            rule=job.rule.name,
+            name=names.get(path) or job_name(job.rule.name, job.wildcards_dict),
+            devices=PLAN.counted(path),
+            claims=tuple(claim.device for _, claim in PLAN.claims_of(path)),
+            after=tuple(
+                dag.jobid(other) for other in dag.dependencies[job] if other in needed
+            ),
+        )
+
+    jobs = [described(job) for job in needed]
+    for line in lines:
+        line.expect_jobs(jobs)
+
+
 def before_jobs():
     """Do what must be done before the first job of a run, and stop a run that cannot be made.
 
@@ -118,6 +150,7 @@ def before_jobs():
     elif any(job.rule.name != "explain" for job in workflow.dag.targetjobs):
         for error in missing_here():
             raise WorkflowError(str(error))
+    announce_jobs()
 
 
 PLAN = planned()

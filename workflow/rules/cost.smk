@@ -1,9 +1,12 @@
 # The cost sweep: one job per model, its routes interleaved; it takes all cores for itself.
+def cost_path(wildcards):
+    """Return the path of the cost cell that the wildcards name."""
+    return str(RESULTS / "cells" / wildcards.digest / f"cost.{wildcards.model}.parquet")
+
+
 def cost_of(wildcards):
     """Return the plan of the cost cell that the wildcards name."""
-    return PLAN.costs[
-        str(RESULTS / "cells" / wildcards.digest / f"cost.{wildcards.model}.parquet")
-    ]
+    return PLAN.costs[cost_path(wildcards)]
 
 
 rule measure_cost:
@@ -24,7 +27,10 @@ rule measure_cost:
     threads: workflow.cores
     resources:
         # its routes are measured in one job: on the host of the first of them
-        **asked_of(lambda w: STUDY.routes[cost_of(w).cell.arms[0].route].resources),
+        **asked_of(
+            lambda w: STUDY.routes[cost_of(w).cell.arms[0].route].resources,
+            cell=cost_path,
+        ),
     conda:
         "../../envs/measure.yaml"
     shell:

@@ -35,7 +35,10 @@ rule measure_plain:
         inputs=lambda w: canonical_json(cell_of(cell_path(w, "plain")).inputs),
     threads: lambda w: STUDY.routes[w.route].settings.threads
     resources:
-        **asked_of(lambda w: STUDY.routes[w.route].resources),
+        **asked_of(
+            lambda w: STUDY.routes[w.route].resources,
+            cell=lambda w: cell_path(w, "plain"),
+        ),
     conda:
         "../../envs/measure.yaml"
     priority: 1  # verdicts before prices
@@ -65,7 +68,10 @@ rule measure_replay:
         inputs=lambda w: canonical_json(cell_of(cell_path(w, w.variant)).inputs),
     threads: lambda w: STUDY.routes[w.route].settings.threads
     resources:
-        **asked_of(lambda w: STUDY.routes[w.route].resources),
+        **asked_of(
+            lambda w: STUDY.routes[w.route].resources,
+            cell=lambda w: cell_path(w, w.variant),
+        ),
     conda:
         "../../envs/measure.yaml"
     priority: 1  # verdicts before prices

@@ -1,18 +1,14 @@
 # The serving sweeps: one job per server configuration starts it, asks it, and proves it gone; then
 # routes are compared pair by pair, from their replies alone.
-GPU_DEVICES = ("cuda", "hip", "hrx", "vulkan")
+def serve_path(wildcards):
+    """Return the path of the serving cell that the wildcards name."""
+    name = f"{wildcards.sweep}.{wildcards.route}.{wildcards.model}.{wildcards.variant}.parquet"
+    return str(RESULTS / "cells" / wildcards.digest / name)
 
 
 def serve_of(wildcards):
     """Return the plan of the serving cell that the wildcards name."""
-    name = f"{wildcards.sweep}.{wildcards.route}.{wildcards.model}.{wildcards.variant}.parquet"
-    return PLAN.serves[str(RESULTS / "cells" / wildcards.digest / name)]
-
-
-def claims_one_of(wildcards, devices):
-    """Return 1 where the route claims one of these devices for itself, else 0."""
-    serving = STUDY.routes[wildcards.route].serving
-    return int(serving.claim is not None and serving.device in devices)
+    return PLAN.serves[serve_path(wildcards)]
 
 
 def serve_inputs(wildcards):
@@ -59,15 +55,7 @@ rule measure_serving:
         inputs=lambda w: canonical_json(serve_of(w).inputs),
     threads: lambda w: STUDY.routes[w.route].settings.threads
     resources:
-        # counted, so that no job is started only to wait; what decides is the claim
-        **asked_of(
-            lambda w: STUDY.routes[w.route].resources,
-            counted={
-                "gpu": lambda w: claims_one_of(w, GPU_DEVICES),
-                "npu": lambda w: claims_one_of(w, ("npu",)),
-                "cpu_claim": lambda w: claims_one_of(w, ("cpu",)),
-            },
-        ),
+        **asked_of(lambda w: STUDY.routes[w.route].resources, cell=serve_path),
     conda:
         "../../envs/measure.yaml"
     priority: 1  # verdicts before prices

@@ -8,8 +8,11 @@ and writes one Parquet file with provenance in its metadata.
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,9 +22,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from routewise.claim import ClaimSpec, Held
 from routewise.compare import RowSummary
+from routewise.device import identify_device
 from routewise.engine import Context, Engine, Model, Settings, check_identity, load_engine
 from routewise.errors import RoutewiseError
+from routewise.hold import held_for_job
 from routewise.machine import describe_machine, device_scope
 from routewise.progress import Progress
 from routewise.replay import PlainRun, ReplayRun, plan_passes, run_plain, run_replay
@@ -40,7 +46,9 @@ class Cell:
     """What one job measures.
 
     ``parameters`` are those of the sweep that the variant depends on (seed, top_k, neighbours);
-    ``env`` is the engine's environment, all of it.
+    ``env`` is the engine's environment, all of it. ``device`` is what the route computes on, and
+    ``claim`` how the job holds it; a replay on the processor holds nothing: others cost it time,
+    and no bit.
     """
 
     sweep: str
@@ -52,11 +60,15 @@ class Cell:
     settings: Settings
     parameters: dict[str, Any]
     env: dict[str, str]
+    device: str = "cpu"
+    claim: ClaimSpec | None = None
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Cell:
         """Read a cell back from the JSON value that :meth:`document` made."""
-        return cls(**{**document, "settings": Settings(**document["settings"])})
+        claim = document["claim"]
+        claim = None if claim is None else ClaimSpec.from_document(claim)
+        return cls(**{**document, "settings": Settings(**document["settings"]), "claim": claim})
 
     def document(self) -> dict[str, Any]:
         """Return the cell as plain values, for JSON."""
@@ -90,6 +102,7 @@ class Bench:
         self.engine: Engine = load_engine(inputs.build / "lib")
         self.build = check_identity(self.engine, inputs.build / "build.json")
         self.machine = describe_machine()
+        self.device = identify_device(cell.device)
         self._model: Model | None = None
         self._room: npt.NDArray[np.float32] | None = None
 
@@ -108,18 +121,32 @@ class Bench:
 
     def key_inputs(self, table: str, prompt_digest: str) -> dict[str, Any]:
         """Return everything that a fragment of this cell depends on."""
-        return {
-            "table": table,
-            "variant": self.cell.variant,
-            "settings": asdict(self.cell.settings),
-            "env": self.cell.env,
-            "parameters": self.cell.parameters,
-            "fingerprint": self.build["fingerprint"],
-            "model": self.inputs.model_record["sha256"],
-            "prompt": prompt_digest,
-            "code": self.inputs.code_digest,
-            "device": device_scope(self.machine),
-        }
+        scope = {**device_scope(self.machine), **self.device}
+        return _key_inputs(
+            self.cell, self.inputs, self.build["fingerprint"], scope, table, prompt_digest
+        )
+
+
+def _key_inputs(
+    cell: Cell,
+    inputs: Inputs,
+    fingerprint: Any,
+    scope: dict[str, Any],
+    table: str,
+    prompt_digest: str,
+) -> dict[str, Any]:
+    return {
+        "table": table,
+        "variant": cell.variant,
+        "settings": asdict(cell.settings),
+        "env": cell.env,
+        "parameters": cell.parameters,
+        "fingerprint": fingerprint,
+        "model": inputs.model_record["sha256"],
+        "prompt": prompt_digest,
+        "code": inputs.code_digest,
+        "device": scope,
+    }
 
 
 Measure = Callable[[Bench, dict[str, Any]], tuple[pa.Table, dict[str, Any]]]
@@ -132,14 +159,16 @@ def measure_cell(cell: Cell, inputs: Inputs, output: Path, plain_path: Path | No
     """
     started_at = datetime.now(UTC)
     prompts, prompt_provenance = read_table(inputs.prompts, PROMPTS)
-    bench = Bench(cell, inputs)
+    lines = prompts.to_pylist()
     if cell.variant == PLAIN_VARIANT:
         table, measure = PLAIN, _measure_plain
     else:
         if plain_path is None:
             raise RoutewiseError(f"{cell.name}: a replay needs its plain cell", "give --plain")
         table, measure = REPLAY, _measure_replay
-    parts, notes = _gather(bench, table, measure, prompts.to_pylist())
+    with _held(cell, inputs, table, lines) as held:
+        bench = Bench(cell, inputs)
+        parts, notes = _gather(bench, table, measure, lines)
     rows = pa.concat_tables(parts)
     reasons = sorted({reason for note in notes for reason in note["invalid_reasons"]})
     if plain_path is not None and table is REPLAY:
@@ -158,6 +187,10 @@ def measure_cell(cell: Cell, inputs: Inputs, output: Path, plain_path: Path | No
         "model": inputs.model_record,
         "prompts": {"name": cell.prompts, "digest": prompt_provenance["prompt_set_digest"]},
         "machine": bench.machine,
+        "device": bench.device,
+        "claims": []
+        if held is None
+        else [{"device": held.device, "wait_s": held.wait_s, "hold_s": held.hold_s}],
         "code_digest": inputs.code_digest,
         "inputs": inputs.planned,
         "started_at": started_at.isoformat(timespec="seconds"),
@@ -169,6 +202,47 @@ def measure_cell(cell: Cell, inputs: Inputs, output: Path, plain_path: Path | No
         "compare_s": round(sum(note["compare_s"] for note in notes), 3),
     }
     write_table(output, table, rows, provenance)
+
+
+@contextlib.contextmanager
+def _held(
+    cell: Cell, inputs: Inputs, table: TableSchema, prompts: list[dict[str, Any]]
+) -> Iterator[Held | None]:
+    """Hold the cell's device for a ``with`` block, unless all its fragments are stored.
+
+    The engine is loaded within: programs learn from the environment which unit is theirs. None
+    where nothing is held.
+    """
+    if cell.device == "cpu" or _all_stored(cell, inputs, table, prompts):
+        yield None
+        return
+    with held_for_job(cell.device, cell.claim, cell.name) as held:
+        if held is not None:
+            os.environ.update(held.environment)
+        yield held
+
+
+def _all_stored(
+    cell: Cell, inputs: Inputs, table: TableSchema, prompts: list[dict[str, Any]]
+) -> bool:
+    """Say whether every fragment is stored, as far as the build's own record tells.
+
+    What is adopted in the end is looked up once more, under the libraries that are really mapped.
+    """
+    try:
+        fingerprint = json.loads((inputs.build / "build.json").read_text())["fingerprint"]
+    except (OSError, ValueError, KeyError):
+        return False
+    scope = {**device_scope(describe_machine()), **identify_device(cell.device)}
+    store = Store(inputs.store)
+    return all(
+        store.get(
+            fragment_key(_key_inputs(cell, inputs, fingerprint, scope, table.name, one["digest"])),
+            table,
+        )
+        is not None
+        for one in prompts
+    )
 
 
 def _gather(

@@ -28,6 +28,16 @@ _NODES: dict[str, tuple[str, ...]] = {
     "npu": ("accel/accel*",),
     "vulkan": ("dri/renderD*",),
 }
+#: What the jobs of one machine are counted by, for each kind of device: a profile says how many may
+#: run at once, so that no job is started only to wait for a claim. Others are not counted.
+COUNTED_AS: dict[str, str] = {
+    "cpu": "cpu_claim",
+    "cuda": "gpu",
+    "hip": "gpu",
+    "hrx": "gpu",
+    "npu": "npu",
+    "vulkan": "gpu",
+}
 #: Names devices that are there though no file in /dev says so, with commas between.
 TRUSTED = "ROUTEWISE_DEVICES"
 

@@ -25,7 +25,7 @@ _SERVE = _COMMON | {"variant", "cell", "made_of", "host", "model", "prompts"}
 #: Kind of cell -> the names of all that decides its rows. There is no other such list.
 SWEEP_INPUTS: dict[str, frozenset[str]] = {
     "replay": _COMMON
-    | {"variant", "settings", "parameters", "env", "build", "host", "model"}
+    | {"variant", "settings", "parameters", "env", "build", "device", "host", "model"}
     | {"prompts", "plain"},
     "cost": _COMMON | {"cell", "builds", "hosts", "model"},
     "repeat": _SERVE,
@@ -41,6 +41,7 @@ WORDS: dict[str, str] = {
     "builds": "a build of its routes",
     "cell": "what is asked of the server",
     "code": "the measuring code",
+    "device": "the device or its claim",
     "env": "the route's environment",
     "format": "the format of results",
     "host": "the kind of host",

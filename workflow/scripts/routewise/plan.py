@@ -24,6 +24,7 @@ from routewise.build import BuildPlan, BuildSpec, plan_build
 from routewise.cell import PLAIN_VARIANT, Cell
 from routewise.claim import ClaimSpec
 from routewise.cost import Arm, CostCell
+from routewise.device import COUNTED_AS
 from routewise.digest import (
     DIGEST_LENGTH,
     DigestCache,
@@ -139,6 +140,40 @@ class StudyPlan:
         for route in (self.study.routes[name] for name in routes):
             if route.kind != "endpoint":
                 found.setdefault(route.serving.device, set()).add(route.name)
+        return found
+
+    def job_names(self) -> dict[str, str]:
+        """Return what the job of a file is called for people, where its rule does not say it."""
+        cells: dict[str, CellPlan | ServePlan] = {**self.cells, **self.serves}
+        names = {path: plan.cell.name for path, plan in cells.items()}
+        names |= {path: f"cost {plan.cell.model}" for path, plan in self.costs.items()}
+        for build in self.builds.values():
+            for part in ("engine", "tools", "server"):
+                names[str(build.part_dir(part) / "build.json")] = f"build {part} {build.name}"
+        return names
+
+    def claims_of(self, path: str) -> list[tuple[str, ClaimSpec]]:
+        """Return the claims that the job of a file takes, each with the kind of its device."""
+        if path in self.costs:
+            cell = self.costs[path].cell
+            servings = [self.study.routes[arm.route].serving for arm in cell.arms]
+            kinds = {s.claim.device: s.device for s in servings if s.claim is not None}
+            return [(kinds[claim.device], claim) for claim in cell.claims]
+        if path in self.serves:
+            serving = self.serves[path].cell.serving
+            return [] if serving.claim is None else [(serving.device, serving.claim)]
+        if path in self.cells:
+            one = self.cells[path].cell
+            return [] if one.claim is None else [(one.device, one.claim)]
+        return []
+
+    def counted(self, path: str) -> dict[str, int]:
+        """Return how many units of which counted resource the job of a file takes (COUNTED_AS)."""
+        found: dict[str, int] = {}
+        for device, claim in self.claims_of(path):
+            name = COUNTED_AS.get(device)
+            if name is not None:
+                found[name] = found.get(name, 0) + (claim.units if claim.whole else 1)
         return found
 
     def named_cells(self) -> dict[str, dict[str, Any]]:
@@ -307,6 +342,9 @@ def _plan_replay(
     for route_name in study.replay["routes"]:
         route = study.routes[route_name]
         build = _build_of(route)
+        device, claim = route.serving.device, route.serving.claim
+        if device == "cpu":
+            claim = None  # other jobs beside it cost time, and no bit
         for model in study.replay["models"]:
             prompt_plan = prompts[(model, study.replay["prompts"])]
             plain: Path | None = None
@@ -322,6 +360,7 @@ def _plan_replay(
                         "parameters": parameters,
                         "env": env,
                         "build": builds[build].digest,
+                        "device": None if device == "cpu" else _claimed(device, claim),
                         "host": route.host,
                         "model": models[model].key,
                         "prompts": prompt_plan.digest,
@@ -342,6 +381,8 @@ def _plan_replay(
                     settings=route.settings,
                     parameters=parameters,
                     env=env,
+                    device=device,
+                    claim=claim,
                 )
                 cells[str(path)] = CellPlan(cell, build, prompt_plan, plain, path, inputs)
                 plain = path if variant == PLAIN_VARIANT else plain
@@ -405,9 +446,20 @@ def _cost_claims(routes: Iterable[Route]) -> tuple[ClaimSpec, ...]:
     return tuple(claims[device] for device in sorted(claims))
 
 
+def _claimed(device: str, claim: ClaimSpec | None) -> dict[str, Any]:
+    """Return a device and its kind of claim as inputs; how long it may be held decides nothing."""
+    return {
+        "device": device,
+        "claim": None if claim is None else _without_limit(asdict(claim)),
+    }
+
+
+def _without_limit(claim: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in claim.items() if key != "limit_minutes"}
+
+
 def _without_limits(document: dict[str, Any]) -> dict[str, Any]:
-    claims = [{k: v for k, v in c.items() if k != "limit_minutes"} for c in document["claims"]]
-    return {**document, "claims": claims}
+    return {**document, "claims": [_without_limit(claim) for claim in document["claims"]]}
 
 
 def _build_of(route: Route) -> str:

@@ -20,11 +20,12 @@ from typing import Any
 import pyarrow as pa
 
 from routewise.block import Block, Prepared, prepare_round, prompt_refusal
-from routewise.claim import Held, hold_device, run_under_hold
+from routewise.claim import Held
 from routewise.client import Client, Round, is_fair_witness
-from routewise.device import identify_device, missing_devices
+from routewise.device import identify_device
 from routewise.digest import digest_of
 from routewise.errors import RoutewiseError
+from routewise.hold import held_for_job
 from routewise.identity import Identity
 from routewise.launch import launch_of
 from routewise.machine import describe_machine, device_scope
@@ -397,17 +398,8 @@ def held_device(cell: ServeCell) -> Iterator[Held | None]:
 
     Raises RoutewiseError where this host does not have it.
     """
-    if cell.kind != "endpoint":
-        for device, sought in missing_devices([cell.serving.device]).items():
-            raise RoutewiseError(
-                f"{cell.name}: this host has no {device} device (looked for {sought})",
-                "name the host that has it in the study (hosts, and the route's host)",
-            )
-    if cell.serving.claim is None:
-        yield None
-        return
-    run_under_hold(cell.serving.claim, cell.name)  # only now: a job with all answers stored is over
-    with hold_device(cell.serving.claim, f"{cell.route} {cell.sweep} {cell.model}") as held:
+    device = None if cell.kind == "endpoint" else cell.serving.device
+    with held_for_job(device, cell.serving.claim, cell.name) as held:
         yield held
 
 
