@@ -124,9 +124,9 @@ def announce_jobs():
     def described(job):
         path = str(next(iter(job.output), ""))
         return Job(
-            id=dag.jobid(job),
-            rule=job.rule.name,
-            name=names.get(path) or job_name(job.rule.name, job.wildcards_dict),
+            dag.jobid(job),
+            job.rule.name,
+            names.get(path) or job_name(job.rule.name, job.wildcards_dict),
             devices=PLAN.counted(path),
             claims=tuple(claim.device for _, claim in PLAN.claims_of(path)),
             after=tuple(
