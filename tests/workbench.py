@@ -96,6 +96,7 @@ class Bench:
 
     folder: Path
     study: dict[str, Any]
+    profile: str = "laptop"
 
     @property
     def results(self) -> Path:
@@ -110,7 +111,7 @@ class Bench:
     def copy(self, folder: Path) -> Bench:
         """Return a copy with all that was made and noted so far; links stay links."""
         shutil.copytree(self.folder, folder, symlinks=True)
-        return Bench(folder, json.loads(json.dumps(self.study)))
+        return Bench(folder, json.loads(json.dumps(self.study)), self.profile)
 
     def write_study(self) -> Path:
         path = self.folder / "study.yaml"
@@ -128,7 +129,7 @@ class Bench:
         return [
             *(sys.executable, "-m", "snakemake"),
             *("--snakefile", str(REPOSITORY / "Snakefile")),
-            *("--profile", str(REPOSITORY / "profiles/laptop")),
+            *("--profile", str(REPOSITORY / "profiles" / self.profile)),
             *("--configfile", str(self.write_study()), "--cores", "2", *arguments),
         ]
 
