@@ -27,8 +27,6 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 SNAKEMAKE = $(BIN)/snakemake
 OPTIONS = --profile $(PROFILE) --configfile $(STUDY)
-# Progress bars in a terminal, plain lines in a file or a pipe.
-BARS = $$([ -t 2 ] && echo --logger rich || true)
 
 .PHONY: help setup demo serving cpu-exact plan explain check test lint format lock clean-results clean
 
@@ -64,7 +62,7 @@ demo: setup  ## fetch, build, measure and report the study, up to the final tabl
 	  echo "make demo: no C++ compiler (c++, g++ or clang++) found, and the demo compiles llama.cpp." \
 	       "On Debian and Ubuntu: apt-get install g++" >&2; exit 2; }
 	$(BIN)/python -m routewise fetch $(STUDY)
-	$(SNAKEMAKE) $(OPTIONS) $(BARS)
+	$(SNAKEMAKE) $(OPTIONS)
 
 serving: setup  ## run config/studies/cpu-serving.yaml: what a CPU server can promise (three builds, then some 16 minutes)
 	$(MAKE) demo STUDY=config/studies/cpu-serving.yaml

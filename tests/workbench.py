@@ -96,7 +96,7 @@ class Bench:
 
     folder: Path
     study: dict[str, Any]
-    profile: str = "laptop"
+    profile: str = "laptop"  # a folder under profiles/, or any by its whole path
 
     @property
     def results(self) -> Path:

@@ -490,6 +490,62 @@ def test_an_edit_of_one_backend_moves_its_cells_alone(house: House) -> None:
     assert not set(before.cell_paths()) & set(house.plan().cell_paths())
 
 
+def test_replays_on_a_device_claim_it_and_are_counted(house: House) -> None:
+    with_cuda(house)
+    plan = house.plan()
+    for path, one in plan.cells.items():
+        on_device = ".cuda-stock." in path
+        assert (one.cell.claim is not None) == on_device
+        assert plan.counted(path) == ({"gpu": 1} if on_device else {})
+        assert (one.inputs["device"] is not None) == on_device
+        assert Cell.from_document(json.loads(one.document)) == one.cell
+    # a route that claims nothing is counted nowhere
+    house.study["routes"]["cuda-stock"]["claim"] = False
+    unclaimed = house.plan()
+    assert not any(unclaimed.counted(path) for path in unclaimed.cells)
+    assert variants(moved(plan, unclaimed)) == ALL_REPLAY
+    # how long it may be held decides nothing, another number of units does
+    house.study["routes"]["cuda-stock"]["claim"] = {"limit_minutes": 5}
+    assert house.plan().cell_paths() == plan.cell_paths()
+    house.study["routes"]["cuda-stock"]["claim"] = {"units": 2}
+    assert all(".cuda-stock." in path for path in moved(plan, house.plan()))
+
+
+def test_a_cost_job_takes_every_unit_of_all_its_devices(house: House) -> None:
+    with_cuda(house)
+    house.study["routes"]["cuda-stock"]["claim"] = {"device": "card", "units": 2}
+    house.study["sweeps"]["cost"]["routes"].append("cuda-stock")
+    plan = house.plan()
+    [path] = plan.costs
+    assert plan.counted(path) == {"cpu_claim": 1, "gpu": 2}
+    assert [(kind, claim.device) for kind, claim in plan.claims_of(path)] == [
+        ("cuda", "card"),
+        ("cpu", "cpu"),
+    ]
+    assert plan.counted("no cell") == {}
+
+
+def test_devices_that_no_profile_counts_are_claimed_all_the_same(house: House) -> None:
+    house.study["routes"]["cpu-stock"]["device"] = "fpga"
+    plan = house.plan()
+    [path] = [path for path in plan.cells if ".cpu-stock.smaller.plain" in path]
+    assert [kind for kind, _ in plan.claims_of(path)] == ["fpga"]
+    assert plan.counted(path) == {}
+
+
+def test_files_of_cells_and_builds_have_names(house: House) -> None:
+    plan = house.plan()
+    names = plan.job_names()
+    assert set(plan.cell_paths()) <= set(names)
+    assert set(names.values()) >= {
+        "replay cpu-stock small w2",
+        "cost smaller",
+        "build engine cpu-twice",
+        "build tools cpu-stock",
+    }
+    assert "build tools cpu-twice" not in names.values()
+
+
 def test_a_host_is_in_the_digests_and_what_is_asked_of_it_is_not(house: House) -> None:
     with_cuda(house)
     before = house.plan()

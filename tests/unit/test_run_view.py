@@ -231,7 +231,6 @@ def claimer(folder: Path, label: str, *, units: int = 1, waits: bool = False) ->
 
 
 def test_who_holds_what_a_job_of_ours_waits_for_is_named(tmp_path: Path) -> None:
-    # the waiting process is "ours" as a child of this one; the holder is told apart by its parent
     tmp_path.chmod(0o1777)
     with detached_claimer(tmp_path, "a night of serving") as holder:
         assert outsiders(["cuda"], tmp_path, os.getpid()) == []  # nobody of ours waits
@@ -257,14 +256,14 @@ def test_a_ledger_that_cannot_be_read_says_nothing(tmp_path: Path) -> None:
 
 @contextmanager
 def detached_claimer(folder: Path, label: str) -> Iterator[int]:
-    """Hold the device cuda in a process whose parent has ended."""
+    """Hold the device cuda in a process that does not come from this one."""
     script = (
         "import subprocess, sys\n"
         "p = subprocess.Popen([sys.executable, '-c', *sys.argv[1:]], stdin=subprocess.PIPE,\n"
         "                     stdout=subprocess.PIPE, text=True)\n"
         "p.stdout.readline(); print(p.pid, flush=True); sys.stdin.read(); p.kill(); p.wait()\n"
     )
-    # held while its own parent lives, which is no child of ours by the time that it is asked
+    # setsid ends when it has started the script, which so loses its parent
     with subprocess.Popen(
         ["setsid", "--fork", sys.executable, "-c", script, CLAIMER, str(folder), "1", label],
         stdin=subprocess.PIPE,

@@ -148,7 +148,8 @@ class StudyPlan:
         names = {path: plan.cell.name for path, plan in cells.items()}
         names |= {path: f"cost {plan.cell.model}" for path, plan in self.costs.items()}
         for build in self.builds.values():
-            for part in ("engine", "tools", "server"):
+            parts = ("engine", "server") if build.patch else ("engine", "server", "tools")
+            for part in parts:  # a patched build's tools are those of an unpatched one
                 names[str(build.part_dir(part) / "build.json")] = f"build {part} {build.name}"
         return names
 
