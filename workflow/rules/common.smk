@@ -6,7 +6,7 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from routewise import watch
-from routewise.device import COUNTED_AS, TRUSTED, missing_devices
+from routewise.device import TRUSTED, missing_devices
 from routewise.digest import canonical_json
 from routewise.errors import RoutewiseError
 from routewise.plan import (
@@ -66,14 +66,14 @@ def on_cluster():
     return workflow.non_local_exec
 
 
-def asked_of(find, cell=None):
+def asked_of(find, cell=None, cells=()):
     """Return the resources of a rule: ``find(wildcards)`` says what a scheduler is asked for.
 
-    ``cell(wildcards)`` is the path of a cell whose job may claim devices. They are counted, so that
-    no job of this machine is started only to wait; what decides is the claim. A scheduler that is
-    asked for devices by ``gres`` is not asked for them by number too.
+    ``cell(wildcards)`` is the path of the rule's cell, one of ``cells``. The devices that its job
+    claims are counted, so that no job of this machine is started only to wait; what decides is the
+    claim. A scheduler that is asked for devices by ``gres`` is not asked for them by number too.
     """
-    counted = set() if cell is None else set(COUNTED_AS.values())
+    counted = {name for path in cells for name in PLAN.counted(path)}
 
     def value(name, wildcards):
         found = find(wildcards) if on_cluster() else {}

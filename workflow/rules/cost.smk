@@ -30,6 +30,7 @@ rule measure_cost:
         **asked_of(
             lambda w: STUDY.routes[cost_of(w).cell.arms[0].route].resources,
             cell=cost_path,
+            cells=PLAN.costs,
         ),
     conda:
         "../../envs/measure.yaml"

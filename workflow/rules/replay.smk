@@ -38,6 +38,7 @@ rule measure_plain:
         **asked_of(
             lambda w: STUDY.routes[w.route].resources,
             cell=lambda w: cell_path(w, "plain"),
+            cells=PLAN.cells,
         ),
     conda:
         "../../envs/measure.yaml"
@@ -71,6 +72,7 @@ rule measure_replay:
         **asked_of(
             lambda w: STUDY.routes[w.route].resources,
             cell=lambda w: cell_path(w, w.variant),
+            cells=PLAN.cells,
         ),
     conda:
         "../../envs/measure.yaml"

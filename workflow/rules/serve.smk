@@ -55,7 +55,11 @@ rule measure_serving:
         inputs=lambda w: canonical_json(serve_of(w).inputs),
     threads: lambda w: STUDY.routes[w.route].settings.threads
     resources:
-        **asked_of(lambda w: STUDY.routes[w.route].resources, cell=serve_path),
+        **asked_of(
+            lambda w: STUDY.routes[w.route].resources,
+            cell=serve_path,
+            cells=PLAN.serves,
+        ),
     conda:
         "../../envs/measure.yaml"
     priority: 1  # verdicts before prices
