@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,7 +24,9 @@ from made_engines import (
     Restless,
 )
 from routewise import cell as cell_module
+from routewise import device as device_module
 from routewise.cell import Bench, Cell, Inputs, measure_cell
+from routewise.claim import ClaimSpec, claims_folder, read_claims
 from routewise.engine import Settings
 from routewise.errors import RoutewiseError
 from routewise.schema.file import read_table, table_of, write_table
@@ -431,3 +435,69 @@ def test_a_larger_context_than_asked_is_no_fault(
 ) -> None:
     monkeypatch.setattr(MadeContext, "said", {"context": CONTEXT + 256})
     assert place.measure("plain")[1]["invalid_reasons"] == []
+
+
+# -------------------------------------------------------------------------------------- claims
+
+
+ON_DEVICE = {"device": "hrx", "claim": ClaimSpec("hrx", units=2, unit_ids=("left", "right"))}
+
+
+@pytest.fixture
+def visible(monkeypatch: pytest.MonkeyPatch, place: Workplace) -> Callable[[], str | None]:
+    """Have the variable of the device put back afterwards; return what reads it."""
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("ROCR_VISIBLE_DEVICES")
+    place.inputs.build.mkdir()
+    (place.inputs.build / "build.json").write_text(json.dumps({"fingerprint": "fingerprint"}))
+    return lambda: os.environ.get("ROCR_VISIBLE_DEVICES")
+
+
+def on_device(place: Workplace, **changes: Any) -> dict[str, Any]:
+    """Measure the plain cell of a route on a device; return its provenance."""
+    cell = dataclasses.replace(cell_of("plain"), **{**ON_DEVICE, **changes})
+    measure_cell(cell, place.inputs, place.path("plain"))
+    return read_table(place.path("plain"), TABLES["plain"])[1]
+
+
+def test_a_device_is_held_before_its_engine_is_loaded(
+    place: Workplace, visible: Callable[[], str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str | None, list[str]]] = []
+
+    def load(_: Path) -> MadeBuild:
+        seen.append((visible(), [claim.label for claim in read_claims(claims_folder(), "hrx")]))
+        return place.build
+
+    monkeypatch.setattr(cell_module, "load_engine", load)
+    [claim] = on_device(place)["claims"]
+    assert (claim["device"], seen) == ("hrx", [("left", ["replay made small plain"])])
+    assert read_claims(claims_folder(), "hrx") == []
+    # all fragments are there now: nobody is asked
+    provenance = on_device(place)
+    assert (provenance["claims"], provenance["n_measured"]) == ([], 0)
+    assert seen[1][1] == []
+    # other libraries, other fragments
+    place.fingerprint = "another"
+    (place.inputs.build / "build.json").write_text(json.dumps({"fingerprint": "another"}))
+    assert len(on_device(place)["claims"]) == 1
+
+
+def test_a_replay_on_the_processor_or_without_a_claim_holds_nothing(
+    place: Workplace, visible: Callable[[], str | None]
+) -> None:
+    for changes in ({"device": "cpu", "claim": None}, {"claim": None}):
+        provenance = on_device(place, **changes)
+        assert (provenance["claims"], visible()) == ([], None)
+        assert provenance["n_measured"] > 0  # what one device answered is not another's
+
+
+def test_a_host_without_the_device_measures_nothing(
+    place: Workplace, visible: Callable[[], str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROUTEWISE_DEVICES", "")
+    monkeypatch.setattr(device_module, "_NODES", {"hrx": ("no-such-node",)})
+    with pytest.raises(RoutewiseError, match="this host has no hrx device"):
+        on_device(place)
+    assert place.build.n_models == 0
+    assert read_claims(claims_folder(), "hrx") == []
