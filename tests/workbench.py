@@ -57,7 +57,7 @@ class Run:
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_hear_control_c,
+                preexec_fn=hear_control_c,
             )
 
     @property
@@ -85,7 +85,8 @@ class Run:
         self.process.wait()
 
 
-def _hear_control_c() -> None:
+def hear_control_c() -> None:
+    """Be a process that Ctrl-C reaches, wherever the tests were started."""
     # a shell starts what runs in its background deaf to Ctrl-C, and children inherit that
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

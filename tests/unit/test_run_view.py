@@ -186,6 +186,21 @@ def test_many_jobs_at_once_are_counted() -> None:
     assert ", measure 3 and 2 more · waiting: 1 for the processor" in view.line()
 
 
+def test_where_room_is_short_fewer_jobs_are_named() -> None:
+    view, clock = view_of(*(job(i) for i in range(7)))
+    run(view, clock, 0, 240)
+    for i in range(1, 5):
+        view.started(i, "measure", "")
+    end = "waiting: 2 for the processor · estimate: about 6 min left"
+    whole = f"done 1 of 7 · running: measure 1, measure 2, measure 3, measure 4 · {end}"
+    assert view.line() == view.line(columns=len(whole) + 1) == whole
+    assert (
+        view.line(columns=118) == f"done 1 of 7 · running: measure 1, measure 2 and 2 more · {end}"
+    )
+    assert view.line(columns=90) == f"done 1 of 7 · running: 4 jobs · {end}"
+    assert view.line(columns=20) == view.line(columns=90)  # what shows it cuts it
+
+
 def test_jobs_of_a_scheduler_are_only_known_to_be_submitted() -> None:
     view, _ = view_of(job(1))
     view.submits, view.cores = True, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from workbench import Bench, eventually, provenance_of
+from workbench import Bench, eventually, hear_control_c, provenance_of
 
 pytest_plugins = ("builds",)
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
@@ -143,7 +144,8 @@ def test_a_dry_run_is_left_as_snakemake_writes_it(box: Bench, repository: Path) 
     assert comparable(ours) == comparable(theirs)
 
 
-def test_in_a_terminal_one_row_is_drawn_anew_and_given_back(box: Bench) -> None:
+def run_in_terminal(box: Bench, *, stop_at: bytes | None = None) -> tuple[int, str]:
+    """Run in a terminal of 24 rows, with Ctrl-C once ``stop_at`` was written; return code, text."""
     reader, writer = os.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
     process = subprocess.Popen(
@@ -153,19 +155,38 @@ def test_in_a_terminal_one_row_is_drawn_anew_and_given_back(box: Bench) -> None:
         stdin=subprocess.DEVNULL,
         stdout=writer,
         stderr=writer,
+        start_new_session=True,
+        preexec_fn=hear_control_c,
     )
     os.close(writer)
     written = b""
     try:
         while chunk := os.read(reader, 65536):
             written += chunk
+            if stop_at is not None and stop_at in written:
+                os.killpg(process.pid, signal.SIGINT)
+                stop_at = None
     except OSError:  # the other end is closed
         pass
     finally:
         os.close(reader)
-    assert process.wait() == 0, written.decode(errors="replace")
-    text = written.decode()
+    return process.wait(), written.decode(errors="replace")
+
+
+def test_in_a_terminal_one_row_is_drawn_anew_and_given_back(box: Bench) -> None:
+    code, text = run_in_terminal(box)
+    assert code == 0, text
     assert "\x1b[2Kdone " in text
-    taken, given = text.rfind("\x1b[1;"), text.rfind("\x1b[r")
+    taken, given = text.rfind("\x1b[1;23r"), text.rfind("\x1b[r")
     assert 0 <= taken < given
     assert re.search(r"\x1b8done (\d+) of \1 in ", text[given:])
+
+
+def test_control_c_gives_the_row_back(box: Bench) -> None:
+    with held_by_another():
+        code, text = run_in_terminal(box, stop_at=b"waiting for hrx")
+    assert code != 0
+    taken, given = text.rfind("\x1b[1;23r"), text.rfind("\x1b[r")
+    assert 0 <= taken < given, text
+    assert re.search(r"\x1b8done \d of 7", text[given:])
+    box.wait_until_none_is_left()

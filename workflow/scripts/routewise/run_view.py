@@ -250,14 +250,26 @@ class RunView:
 
     # --- in words ----------------------------------------------------------------------------
 
-    def line(self, outsiders: Iterable[str] = ()) -> str:
-        """Return all of it in one line; ``outsiders`` say which device others hold."""
+    def line(self, outsiders: Iterable[str] = (), columns: int | None = None) -> str:
+        """Return all of it in one line; ``outsiders`` say which device others hold.
+
+        Where there are too few ``columns`` for it, fewer of the running jobs are named, so that
+        what waits and the estimate stay.
+        """
+        others = list(outsiders)
+        for n_shown in range(SHOWN_JOBS, -1, -1):
+            text = self._line(others, n_shown)
+            if columns is None or len(text) < columns:
+                break
+        return text
+
+    def _line(self, outsiders: list[str], n_shown: int) -> str:
         parts = [f"done {self.n_done}" + (f" of {self.total}" if self.total else "")]
         if self._running:
             jobs = [_shown(running.job) for running in self._running.values()]
-            more = f" and {len(jobs) - SHOWN_JOBS} more" if len(jobs) > SHOWN_JOBS else ""
-            word = "submitted" if self.submits else "running"
-            parts.append(f"{word}: {', '.join(jobs[:SHOWN_JOBS])}{more}")
+            named = ", ".join(jobs[:n_shown]) or f"{len(jobs)} jobs"
+            more = f" and {len(jobs) - n_shown} more" if len(jobs) > n_shown > 0 else ""
+            parts.append(f"{'submitted' if self.submits else 'running'}: {named}{more}")
         if waiting := self.waiting():
             parts.append(f"waiting: {', '.join(f'{n} for {name}' for name, n in waiting.items())}")
         parts += outsiders

@@ -46,6 +46,12 @@ class StatusLine:
         """Say whether there is a terminal to draw in."""
         return self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
+    @property
+    def columns(self) -> int | None:
+        """Return how many columns there are, or None where a line may have any length."""
+        size = self._terminal_size()
+        return None if size is None else size[1]
+
     def show(self, text: str) -> None:
         """Show the line as it is now; what has not changed, or not for long, is left as it is."""
         size = self._terminal_size()

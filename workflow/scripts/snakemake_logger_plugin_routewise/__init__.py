@@ -128,7 +128,8 @@ class LogHandler(LogHandlerBase):
             looks += 1
             with self._lock_view:
                 if not self._stopped.is_set():
-                    self._line.show(self._view.line(self._outsiders))
+                    text = self._view.line(self._outsiders, self._line.columns)
+                    self._line.show(text)
             self._stopped.wait(_TICK_S)
 
     def _who_holds(self, claims: set[str]) -> list[str]:
