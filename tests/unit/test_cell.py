@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -477,6 +478,13 @@ def test_a_device_is_held_before_its_engine_is_loaded(
     provenance = on_device(place)
     assert (provenance["claims"], provenance["n_measured"]) == ([], 0)
     assert seen[1][1] == []
+    # one that goes just then is not measured beside whoever holds the device
+    shutil.rmtree(place.inputs.store)
+    with monkeypatch.context() as patch:
+        patch.setattr(cell_module, "_all_stored", lambda *_: True)
+        with pytest.raises(RoutewiseError, match="is not held"):
+            on_device(place)
+    assert len(on_device(place)["claims"]) == 1
     # other libraries, other fragments
     place.fingerprint = "another"
     (place.inputs.build / "build.json").write_text(json.dumps({"fingerprint": "another"}))

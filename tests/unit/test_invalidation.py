@@ -164,6 +164,11 @@ EDITS: list[tuple[str, Callable[[House], object], set[str]]] = [
         lambda house: house.study["routes"]["cpu-stock"].update(claim={"units": 2}),
         {"CPU server cells", "cost", *TAIL},
     ),
+    (
+        "the claim of the CUDA route",
+        lambda house: house.study["routes"]["cuda-stock"].update(claim={"units": 2}),
+        {"CUDA replay", *TAIL},
+    ),
 ]
 
 

@@ -168,7 +168,8 @@ def measure_cell(cell: Cell, inputs: Inputs, output: Path, plain_path: Path | No
         table, measure = REPLAY, _measure_replay
     with _held(cell, inputs, table, lines) as held:
         bench = Bench(cell, inputs)
-        parts, notes = _gather(bench, table, measure, lines)
+        may_measure = held is not None or cell.claim is None
+        parts, notes = _gather(bench, table, measure, lines, may_measure)
     rows = pa.concat_tables(parts)
     reasons = sorted({reason for note in notes for reason in note["invalid_reasons"]})
     if plain_path is not None and table is REPLAY:
@@ -246,7 +247,11 @@ def _all_stored(
 
 
 def _gather(
-    bench: Bench, table: TableSchema, measure: Measure, prompts: list[dict[str, Any]]
+    bench: Bench,
+    table: TableSchema,
+    measure: Measure,
+    prompts: list[dict[str, Any]],
+    may_measure: bool,
 ) -> tuple[list[pa.Table], list[dict[str, Any]]]:
     store = Store(bench.inputs.store)
     progress = Progress(f"{bench.cell.name}:", sum(p["n_asked"] for p in prompts), "positions")
@@ -255,6 +260,11 @@ def _gather(
         key_inputs = bench.key_inputs(table.name, prompt["digest"])
         key = fragment_key(key_inputs)
         found = store.get(key, table)
+        if found is None and not may_measure:
+            raise RoutewiseError(
+                f"{bench.cell.name}: a stored fragment is gone, and the device is not held",
+                "run the same command again",
+            )
         if found is None:
             start = time.perf_counter()
             rows, note = measure(bench, prompt)
