@@ -1,5 +1,9 @@
 # Reads, checks and plans the study before any rule is made, and pins wildcards to its names.
+import functools
+import gc
+import inspect
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -50,6 +54,24 @@ def one_of(names):
     return "|".join(sorted({re.escape(str(name)) for name in names})) or "(?!)"
 
 
+def at_hand(function):
+    """Return a function for rules whose signature need not be worked out.
+
+    Snakemake asks each function for it several times a job, which is a tenth of a large plan.
+    """
+    function.__signature__ = inspect.signature(function)
+    return function
+
+
+def as_words(*arguments):
+    """Return arguments as one parameter, quoted for the shell.
+
+    Snakemake makes the command of each job three times, and takes its time for each field.
+    """
+    return shlex.join(arguments)
+
+
+@functools.cache
 def model_inputs(model):
     """Return a model's GGUF and its record as inputs.
 
@@ -59,6 +81,20 @@ def model_inputs(model):
     """
     plan = PLAN.models[model]
     return {"model": ancient(str(plan.path)), "record": str(plan.document)}
+
+
+@functools.cache
+def build_file(build, part="engine"):
+    """Return the build.json of a part of a build."""
+    return str(PLAN.builds[build].part_dir(part) / "build.json")
+
+
+def route_threads():
+    """Return the threads of a rule's jobs: one number where all routes have the same."""
+    numbers = {route.settings.threads for route in STUDY.routes.values()}
+    if len(numbers) == 1:
+        return numbers.pop()
+    return at_hand(lambda wildcards: STUDY.routes[wildcards.route].settings.threads)
 
 
 def on_cluster():
@@ -90,7 +126,7 @@ def asked_of(find, cell=None, cells=()):
     ):
         names |= set(entry.get("resources", {}))
     return {
-        name: (lambda wildcards, name=name: value(name, wildcards))
+        name: at_hand(lambda wildcards, name=name: value(name, wildcards))
         for name in sorted(names | counted)
     }
 
@@ -154,6 +190,7 @@ def before_jobs():
 
 
 PLAN = planned()
+gc.freeze()  # the plan stays: what collects garbage need not walk through it again and again
 if workflow.is_main_process:
     take_over()
     write_cell_list(PLAN)

@@ -12,10 +12,7 @@ def cost_of(wildcards):
 rule measure_cost:
     input:
         unpack(lambda w: model_inputs(w.model)),
-        builds=lambda w: [
-            str(PLAN.builds[build].engine_dir / "build.json")
-            for build in cost_of(w).builds
-        ],
+        builds=lambda w: [build_file(build) for build in cost_of(w).builds],
     output:
         str(RESULTS / "cells" / "{digest}" / "cost.{model}.parquet"),
     log:
@@ -23,7 +20,7 @@ rule measure_cost:
     params:
         cell=lambda w: cost_of(w).document,
         code=PLAN.code["measure_cost"],
-        inputs=lambda w: canonical_json(cost_of(w).inputs),
+        inputs=lambda w: cost_of(w).inputs_json,
     threads: workflow.cores
     resources:
         # its routes are measured in one job: on the host of the first of them

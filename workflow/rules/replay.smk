@@ -1,39 +1,49 @@
 # The replay sweep: the plain arm of each (route, model), then one cell per width and shape.
-def cell_of(path):
-    """Return the plan of a replay cell by its path."""
-    return PLAN.cells[str(path)]
-
-
 def cell_path(wildcards, variant):
     """Return the path of the replay cell that the wildcards name."""
     name = f"replay.{wildcards.route}.{wildcards.model}.{variant}.parquet"
-    return str(RESULTS / "cells" / wildcards.digest / name)
+    return f"{RESULTS}/cells/{wildcards.digest}/{name}"
 
 
-def cell_inputs(wildcards, variant):
+def cell_of(wildcards):
+    """Return the plan of the replay cell that the wildcards name; without a variant, the plain."""
+    return PLAN.cells[cell_path(wildcards, wildcards.get("variant", "plain"))]
+
+
+@at_hand
+def cell_inputs(wildcards):
     """Return the files that a replay cell is measured from."""
-    planned_cell = cell_of(cell_path(wildcards, variant))
+    planned = cell_of(wildcards)
     inputs = {
-        "build": str(PLAN.builds[planned_cell.build].engine_dir / "build.json"),
-        **model_inputs(planned_cell.cell.model),
-        "prompts": str(planned_cell.prompts.path),
+        "build": build_file(planned.build),
+        **model_inputs(planned.cell.model),
+        "prompts": str(planned.prompts.path),
     }
-    return inputs | ({"plain": str(planned_cell.plain)} if planned_cell.plain else {})
+    return inputs | ({"plain": str(planned.plain)} if planned.plain else {})
+
+
+@at_hand
+def cell_arguments(wildcards):
+    """Return what a replay is told beside its files."""
+    planned = cell_of(wildcards)
+    return as_words(
+        *("--cell", planned.document),
+        *("--build", os.path.dirname(build_file(planned.build))),
+        *("--code-digest", PLAN.code["measure_replay"]),
+        *("--inputs", planned.inputs_json),
+    )
 
 
 rule measure_plain:
     input:
-        unpack(lambda w: cell_inputs(w, "plain")),
+        unpack(cell_inputs),
     output:
         str(RESULTS / "cells" / "{digest}" / "replay.{route}.{model}.plain.parquet"),
     log:
         str(RESULTS / "logs" / "measure_plain" / "{digest}.{route}.{model}.log"),
     params:
-        cell=lambda w: cell_of(cell_path(w, "plain")).document,
-        build=lambda w, input: str(Path(input.build).parent),
-        code=PLAN.code["measure_replay"],
-        inputs=lambda w: canonical_json(cell_of(cell_path(w, "plain")).inputs),
-    threads: lambda w: STUDY.routes[w.route].settings.threads
+        arguments=cell_arguments,
+    threads: route_threads()
     resources:
         **asked_of(
             lambda w: STUDY.routes[w.route].resources,
@@ -44,15 +54,13 @@ rule measure_plain:
         "../../envs/measure.yaml"
     priority: 1  # verdicts before prices
     shell:
-        "python {SCRIPTS}/measure_replay.py --cell {params.cell:q} --build {params.build}"
-        " --model {input.model} --prompts {input.prompts} --store {RESULTS}/store"
-        " --code-digest {params.code} --inputs {params.inputs:q} --output {output}"
-        " 2>&1 | tee {log}"
+        "python {SCRIPTS}/measure_replay.py {params.arguments} --model {input.model}"
+        " --prompts {input.prompts} --store {RESULTS}/store --output {output} 2>&1 | tee {log}"
 
 
 rule measure_replay:
     input:
-        unpack(lambda w: cell_inputs(w, w.variant)),
+        unpack(cell_inputs),
     output:
         str(RESULTS / "cells" / "{digest}" / "replay.{route}.{model}.{variant}.parquet"),
     log:
@@ -63,11 +71,8 @@ rule measure_replay:
             / "{digest}.{route}.{model}.{variant}.log"
         ),
     params:
-        cell=lambda w: cell_of(cell_path(w, w.variant)).document,
-        build=lambda w, input: str(Path(input.build).parent),
-        code=PLAN.code["measure_replay"],
-        inputs=lambda w: canonical_json(cell_of(cell_path(w, w.variant)).inputs),
-    threads: lambda w: STUDY.routes[w.route].settings.threads
+        arguments=cell_arguments,
+    threads: route_threads()
     resources:
         **asked_of(
             lambda w: STUDY.routes[w.route].resources,
@@ -78,7 +83,6 @@ rule measure_replay:
         "../../envs/measure.yaml"
     priority: 1  # verdicts before prices
     shell:
-        "python {SCRIPTS}/measure_replay.py --cell {params.cell:q} --build {params.build}"
-        " --model {input.model} --prompts {input.prompts} --plain {input.plain}"
-        " --store {RESULTS}/store --code-digest {params.code} --inputs {params.inputs:q}"
+        "python {SCRIPTS}/measure_replay.py {params.arguments} --model {input.model}"
+        " --prompts {input.prompts} --plain {input.plain} --store {RESULTS}/store"
         " --output {output} 2>&1 | tee {log}"

@@ -3,7 +3,7 @@
 def serve_path(wildcards):
     """Return the path of the serving cell that the wildcards name."""
     name = f"{wildcards.sweep}.{wildcards.route}.{wildcards.model}.{wildcards.variant}.parquet"
-    return str(RESULTS / "cells" / wildcards.digest / name)
+    return f"{RESULTS}/cells/{wildcards.digest}/{name}"
 
 
 def serve_of(wildcards):
@@ -11,20 +11,28 @@ def serve_of(wildcards):
     return PLAN.serves[serve_path(wildcards)]
 
 
+@at_hand
 def serve_inputs(wildcards):
     """Return the files that a serving cell is measured from."""
     plan = serve_of(wildcards)
     inputs = {**model_inputs(plan.cell.model), "prompts": str(plan.prompts.path)}
     if plan.build is not None:
-        inputs["server"] = str(PLAN.builds[plan.build].server_dir / "build.json")
+        inputs["server"] = build_file(plan.build, "server")
     return inputs
 
 
-def server_argument(wildcards):
-    """Return the option that names a build's server; empty for a route without a build."""
+@at_hand
+def serve_arguments(wildcards):
+    """Return what a serving job is told beside its files; a route without a build has no server."""
     plan = serve_of(wildcards)
-    return (
-        "" if plan.build is None else f"--server {PLAN.builds[plan.build].server_dir}"
+    server = []
+    if plan.build is not None:
+        server = ["--server", os.path.dirname(build_file(plan.build, "server"))]
+    return as_words(
+        *("--cell", plan.document),
+        *server,
+        *("--code-digest", PLAN.code["measure_serving"]),
+        *("--inputs", plan.inputs_json),
     )
 
 
@@ -49,11 +57,8 @@ rule measure_serving:
         sweep="repeat|batched|agree|dispatch",
         variant=one_of(plan.cell.variant for plan in PLAN.serves.values()),
     params:
-        cell=lambda w: serve_of(w).document,
-        server=server_argument,
-        code=PLAN.code["measure_serving"],
-        inputs=lambda w: canonical_json(serve_of(w).inputs),
-    threads: lambda w: STUDY.routes[w.route].settings.threads
+        arguments=serve_arguments,
+    threads: route_threads()
     resources:
         **asked_of(
             lambda w: STUDY.routes[w.route].resources,
@@ -64,22 +69,38 @@ rule measure_serving:
         "../../envs/measure.yaml"
     priority: 1  # verdicts before prices
     shell:
-        "python {SCRIPTS}/measure_serving.py --cell {params.cell:q} {params.server}"
-        " --model {input.model} --prompts {input.prompts} --store {RESULTS}/store"
-        " --logs {RESULTS}/logs/servers --code-digest {params.code}"
-        " --inputs {params.inputs:q} --output {output} 2>&1 | tee {log}"
+        "python {SCRIPTS}/measure_serving.py {params.arguments} --model {input.model}"
+        " --prompts {input.prompts} --store {RESULTS}/store --logs {RESULTS}/logs/servers"
+        " --output {output} 2>&1 | tee {log}"
 
 
 def agree_of(wildcards):
     """Return the plan of the comparison that the wildcards name."""
     name = f"agree.{wildcards.a}+{wildcards.b}.{wildcards.model}.{wildcards.variant}.parquet"
-    return PLAN.agrees[str(RESULTS / "cells" / wildcards.digest / name)]
+    return PLAN.agrees[f"{RESULTS}/cells/{wildcards.digest}/{name}"]
+
+
+@at_hand
+def agree_inputs(wildcards):
+    """Return the cells of the two routes that are compared."""
+    plan = agree_of(wildcards)
+    return {"a": str(plan.a), "b": str(plan.b)}
+
+
+@at_hand
+def agree_arguments(wildcards):
+    """Return what a comparison is told beside its files."""
+    plan = agree_of(wildcards)
+    return as_words(
+        *("--cell", plan.document),
+        *("--code-digest", PLAN.code["compare_routes"]),
+        *("--inputs", plan.inputs_json),
+    )
 
 
 rule compare_routes:
     input:
-        a=lambda w: str(agree_of(w).a),
-        b=lambda w: str(agree_of(w).b),
+        unpack(agree_inputs),
     output:
         str(RESULTS / "cells" / "{digest}" / "agree.{a}+{b}.{model}.{variant}.parquet"),
     log:
@@ -94,11 +115,9 @@ rule compare_routes:
         b=one_of(STUDY.routes),
         variant=r"w\d+",
     params:
-        cell=lambda w: agree_of(w).document,
-        code=PLAN.code["compare_routes"],
-        inputs=lambda w: canonical_json(agree_of(w).inputs),
+        arguments=agree_arguments,
     conda:
         "../../envs/measure.yaml"
     shell:
-        "python {SCRIPTS}/compare_routes.py --cell {params.cell:q} --a {input.a} --b {input.b}"
-        " --code-digest {params.code} --inputs {params.inputs:q} --output {output} > {log} 2>&1"
+        "python {SCRIPTS}/compare_routes.py {params.arguments} --a {input.a} --b {input.b}"
+        " --output {output} > {log} 2>&1"

@@ -31,10 +31,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from elftools.common.exceptions import ELFError
-from elftools.elf.dynamic import DynamicSection
-from elftools.elf.elffile import ELFFile
-
 from routewise.digest import DigestCache, canonical_json, digest_of, sha256_bytes, write_text
 from routewise.errors import RoutewiseError
 from routewise.fingerprint import (
@@ -830,6 +826,11 @@ def needed_libraries(starts: Iterable[Path]) -> dict[str, Path]:
 
 
 def _needed(path: Path) -> list[str]:
+    # here, and not above: who only plans a build has no use for it
+    from elftools.common.exceptions import ELFError
+    from elftools.elf.dynamic import DynamicSection
+    from elftools.elf.elffile import ELFFile
+
     try:
         with open(path, "rb") as stream:
             section = ELFFile(stream).get_section_by_name(".dynamic")

@@ -34,7 +34,7 @@ from routewise.digest import (
     write_text,
 )
 from routewise.errors import RoutewiseError
-from routewise.inputs import cell_digest, checked_inputs, write_manifest
+from routewise.inputs import fields_json, inputs_json, json_digest, write_manifest
 from routewise.model import ModelPlan, plan_model
 from routewise.normalise import code_digest, code_parts
 from routewise.patch import load_patch
@@ -69,12 +69,17 @@ class CellPlan:
     prompts: PromptPlan
     plain: Path | None
     path: Path
-    inputs: dict[str, Any]
+    inputs_json: str
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """All that decides the cell's rows, by name."""
+        return _read(self.inputs_json)
 
     @property
     def document(self) -> str:
         """The cell as one canonical JSON string."""
-        return canonical_json(self.cell.document())
+        return fields_json(self.cell)
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,22 @@ class CostPlan:
     cell: CostCell
     builds: tuple[str, ...]
     path: Path
-    inputs: dict[str, Any]
+    inputs_json: str
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """All that decides the cell's rows, by name."""
+        return _read(self.inputs_json)
 
     @property
     def document(self) -> str:
         """The cell as one canonical JSON string."""
         return canonical_json(self.cell.document())
+
+
+def _read(inputs: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(inputs)
+    return found
 
 
 @dataclass(frozen=True)
@@ -130,12 +145,15 @@ class StudyPlan:
 
         What is measured already can be reported anywhere.
         """
+        routes: set[str] = set()
         cells: dict[str, CellPlan | ServePlan] = {**self.cells, **self.serves}
-        routes_of = {path: {plan.cell.route} for path, plan in cells.items()}
+        for path, plan in cells.items():
+            # one cell of a route is enough: the files of the others are not looked for
+            if plan.cell.route not in routes and not os.path.isfile(path):
+                routes.add(plan.cell.route)
         for path, cost in self.costs.items():
-            routes_of[path] = {arm.route for arm in cost.cell.arms}
-        missing = [names for path, names in routes_of.items() if not Path(path).is_file()]
-        routes = set().union(*missing)
+            if not os.path.isfile(path):
+                routes |= {arm.route for arm in cost.cell.arms}
         found: dict[str, set[str]] = {}
         for route in (self.study.routes[name] for name in routes):
             if route.kind != "endpoint":
@@ -346,18 +364,21 @@ def _plan_replay(
         device, claim = route.serving.device, route.serving.claim
         if device == "cpu":
             claim = None  # other jobs beside it cost time, and no bit
+        env = {**REPLAY_ENVIRONMENT, **route.env}
+        variants = {
+            variant: variant_parameters(variant, study.replay)
+            for variant in (PLAIN_VARIANT, *study.replay_variants(route_name))
+        }
         for model in study.replay["models"]:
             prompt_plan = prompts[(model, study.replay["prompts"])]
             plain: Path | None = None
-            for variant in (PLAIN_VARIANT, *study.replay_variants(route_name)):
-                parameters = variant_parameters(variant, study.replay)
-                env = {**REPLAY_ENVIRONMENT, **route.env}
-                inputs = checked_inputs(
+            for variant, parameters in variants.items():
+                inputs = inputs_json(
                     "replay",
                     {
                         "sweep": "replay",
                         "variant": variant,
-                        "settings": asdict(route.settings),
+                        "settings": route.settings,
                         "parameters": parameters,
                         "env": env,
                         "build": builds[build].digest,
@@ -369,7 +390,7 @@ def _plan_replay(
                         "plain": None if plain is None else plain.parent.name,
                     },
                 )
-                digest = cell_digest(inputs)
+                digest = json_digest(inputs)
                 name = f"replay.{route_name}.{model}.{variant}.parquet"
                 path = results / "cells" / digest / name
                 cell = Cell(
@@ -416,7 +437,7 @@ def _plan_cost(
             warmup=study.cost["warmup"],
             claims=_cost_claims(routes),
         )
-        inputs = checked_inputs(
+        inputs = inputs_json(
             "cost",
             {
                 "sweep": "cost",
@@ -427,7 +448,7 @@ def _plan_cost(
                 "code": code,
             },
         )
-        digest = cell_digest(inputs)
+        digest = json_digest(inputs)
         cell = CostCell(**{**vars(cell), "digest": digest})
         path = results / "cells" / digest / f"cost.{model}.parquet"
         costs[str(path)] = CostPlan(cell, tuple(_build_of(route) for route in routes), path, inputs)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.ext
@@ -31,7 +31,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from routewise.digest import digest_of
 from routewise.errors import RoutewiseError
-from routewise.gguf_check import GgufHeader
+
+if TYPE_CHECKING:
+    from routewise.gguf_check import GgufHeader
 
 #: tokenize(text, add_special, parse_special) -> token ids; the engine's ``Model.tokenize``.
 Tokenize = Callable[[str, bool, bool], list[int]]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from routewise.digest import (
     tree_digest,
 )
 from routewise.dispatch import BASE_REPEATS
-from routewise.inputs import cell_digest, checked_inputs
+from routewise.inputs import fields_json, inputs_json, json_digest
 from routewise.model import ModelPlan
 from routewise.prompt import PromptPlan
 from routewise.route import Route
@@ -38,12 +39,18 @@ class ServePlan:
     build: str | None  # whose server; None for an external command or an endpoint
     prompts: PromptPlan
     path: Path
-    inputs: dict[str, Any]
+    inputs_json: str
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """All that decides the cell's rows, by name."""
+        found: dict[str, Any] = json.loads(self.inputs_json)
+        return found
 
     @property
     def document(self) -> str:
         """The cell as one canonical JSON string."""
-        return canonical_json(self.cell.document())
+        return fields_json(self.cell)
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,13 @@ class AgreePlan:
     a: Path
     b: Path
     path: Path
-    inputs: dict[str, Any]
+    inputs_json: str
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """All that decides the cell's rows, by name."""
+        found: dict[str, Any] = json.loads(self.inputs_json)
+        return found
 
     @property
     def document(self) -> str:
@@ -123,12 +136,12 @@ def plan_serving(
                 prompt_plan = prompts[(model, entry["prompts"])]
                 for variant, blocks in _serving_blocks(sweep, entry).items():
                     cell = _serve_cell(sweep, entry, route, model, variant, blocks)
-                    inputs = checked_inputs(
+                    inputs = inputs_json(
                         sweep,
                         {
                             "sweep": sweep,
                             "variant": variant,
-                            "cell": _without_patience(cell.document()),
+                            "cell": _without_patience(cell),
                             "made_of": made_of,
                             "host": route.host,
                             "model": models[model].key,
@@ -136,8 +149,8 @@ def plan_serving(
                             "code": code,
                         },
                     )
-                    digest = cell_digest(inputs)
-                    cell = ServeCell(**{**vars(cell), "digest": digest})
+                    digest = json_digest(inputs)
+                    cell = replace(cell, digest=digest)
                     name = f"{sweep}.{route.name}.{model}.{variant}.parquet"
                     path = results / "cells" / digest / name
                     plans[str(path)] = ServePlan(cell, route.build, prompt_plan, path, inputs)
@@ -182,16 +195,17 @@ def _serve_cell(
     )
 
 
-def _without_patience(document: dict[str, Any]) -> dict[str, Any]:
+def _without_patience(cell: ServeCell) -> dict[str, Any]:
     """Leave out what decides how long a job waits or what it logs, and not what it measures."""
-    serving = {**document["serving"]}
+    serving = {**vars(cell.serving)}
     for name in ("start_limit_s", "stall_s"):
         del serving[name]
-    if document["sweep"] != "dispatch":
+    if cell.sweep != "dispatch":
         del serving["dispatch"]  # nobody logs there
     if serving["claim"] is not None:
-        serving["claim"] = {k: v for k, v in serving["claim"].items() if k != "limit_minutes"}
-    return {**document, "serving": serving}
+        claim = vars(serving["claim"])
+        serving["claim"] = {key: value for key, value in claim.items() if key != "limit_minutes"}
+    return {**vars(cell), "serving": serving}
 
 
 def _made_of(route: Route, builds: Mapping[str, BuildPlan], cache: DigestCache) -> dict[str, Any]:
@@ -242,7 +256,7 @@ def plan_agree(
                 "pick_a": picks[0],
                 "pick_b": picks[1],
             }
-            inputs = checked_inputs(
+            inputs = inputs_json(
                 "compare",
                 {
                     "sweep": "agree",
@@ -251,7 +265,7 @@ def plan_agree(
                     "code": code,
                 },
             )
-            digest = cell_digest(inputs)
+            digest = json_digest(inputs)
             path = results / "cells" / digest / f"agree.{a}+{b}.{model}.w{width}.parquet"
             plans[str(path)] = AgreePlan(
                 {**cell, "digest": digest}, sides[0].path, sides[1].path, path, inputs

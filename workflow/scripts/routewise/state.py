@@ -19,16 +19,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import pandas as pd
 import pyarrow as pa
 import xxhash
 
-Rows: TypeAlias = pa.Table | pd.DataFrame
-Row: TypeAlias = Mapping[str, Any] | pd.Series
+if TYPE_CHECKING:
+    import pandas as pd  # else where it is used: a plan needs none of it, and it takes its time
+
+Rows: TypeAlias = "pa.Table | pd.DataFrame"
+Row: TypeAlias = "Mapping[str, Any] | pd.Series"
 Bools = npt.NDArray[np.bool_]
 Integers = npt.NDArray[np.int64]
 
@@ -358,6 +360,8 @@ def first_difference(a: Row, b: Row) -> FirstDifference | None:
     ``a`` and ``b`` are rows of schema/replies, as mappings (``table.to_pylist()``) or of a
     DataFrame. Raises ValueError where one of them is invalid.
     """
+    import pandas as pd
+
     replies, n_invalid = _replies(pd.DataFrame([_picked(a), _picked(b)]))
     if n_invalid:
         raise ValueError("an invalid reply is compared with nothing")
@@ -442,6 +446,8 @@ def score_against(solo: Row | Rows, others: Rows) -> SoloScore:
     of schema/replies and are read as by :func:`spread_of`. Raises ValueError where the solo answer
     is invalid, or not exactly one, or the rows are of more than one prompt.
     """
+    import pandas as pd
+
     if isinstance(solo, (Mapping, pd.Series)):
         alone = pd.DataFrame([_picked(solo)])
     else:
@@ -541,6 +547,8 @@ def _picked(row: Row) -> dict[str, Any]:
 
 def _frame(rows: Rows, columns: Sequence[str] = _COMPARED) -> pd.DataFrame:
     """Return these columns of rows, and ``prompt_index`` where it is there, as a DataFrame."""
+    import pandas as pd
+
     there = rows.columns if isinstance(rows, pd.DataFrame) else rows.schema.names
     wanted = list(dict.fromkeys(["status", *columns]))
     if "prompt_index" in there and "prompt_index" not in wanted:
