@@ -5,7 +5,9 @@ sources, builds and models of a few lines), and by ``benchmarks/bare/Snakefile``
 number of jobs, files and dependencies, and no plan. Every program that a job starts is replaced by
 a shell script that only makes the outputs. A bare job looks up the build of its route and names its
 inputs in its command, as any workflow must, and has one parameter, a constant (with none at all
-Snakemake spares itself a library); it has no resources and no environment of its own. In turn (A B A B …), with the same options:
+Snakemake spares itself a library); it has no resources and no environment of its own.
+
+In turn (A B A B …), with the same options:
 
 - parse: ``snakemake --list-rules``; ours plans the study while it parses;
 - plan: ``snakemake -n`` where nothing was made;
