@@ -364,6 +364,7 @@ def rows(shape: Shape, pairs: Pairs) -> list[str]:
 
 def table(found: dict[Shape, Pairs], load: float) -> str:
     """Return the table, with the kind of machine and the load that it was made under."""
+    by_size = sorted(found, key=lambda shape: shape.n_cells)
     return "\n".join(
         [
             f"{os.cpu_count()}-core {platform.machine().replace('_', '-')}, load before "
@@ -373,7 +374,7 @@ def table(found: dict[Shape, Pairs], load: float) -> str:
             "| cells | jobs | step | pairs | wall | processor | memory | ours, s | bare, s |"
             " ours, MB |",
             "| ---: | ---: | --- | ---: | --- | --- | --- | ---: | ---: | ---: |",
-            *(line for shape, pairs in found.items() for line in rows(shape, pairs)),
+            *(line for shape in by_size for line in rows(shape, found[shape])),
         ]
     )
 
@@ -391,14 +392,15 @@ def main(cells: list[int], rounds: int, runs: int, into: Path | None, scratch: P
     """Measure each size, print the table; return 1 where a ratio is above what is wanted."""
     load = os.getloadavg()[0]
     found: dict[Shape, Pairs] = {}
+    text = ""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         for index, n_cells in enumerate(cells):
             shape = Shape.of(n_cells)
             found[shape] = measure(shape, rounds, runs, Path(folder) / str(index))
-    text = table(found, load)
+            text = table(found, load)
+            if into is not None:
+                write_into(into, text)  # what is measured is kept, whatever becomes of the next
     print(text)
-    if into is not None:
-        write_into(into, text)
     missed = False
     for shape, pairs in found.items():
         for step, taken in pairs.items():
