@@ -33,7 +33,7 @@ rule build_engine:
             for pair in build_arguments(ENGINES[w.engine], "engine").items()
             for part in pair
         ],
-    threads: workflow.cores
+    threads: whole_machine
     resources:
         **asked_of(lambda w: STUDY.build_resources(ENGINES[w.engine].name)),
     conda:
@@ -54,7 +54,7 @@ rule build_tools:
             for pair in build_arguments(TOOLS[w.tools], "tools").items()
             for part in pair
         ],
-    threads: workflow.cores
+    threads: whole_machine
     resources:
         **asked_of(lambda w: STUDY.build_resources(TOOLS[w.tools].name)),
     conda:
@@ -75,7 +75,7 @@ rule build_server:
             for pair in build_arguments(SERVERS[w.server], "server").items()
             for part in pair
         ],
-    threads: workflow.cores
+    threads: whole_machine
     resources:
         **asked_of(lambda w: STUDY.build_resources(SERVERS[w.server].name)),
     conda:

@@ -30,6 +30,8 @@ ROOT = Path(workflow.basedir)
 SCRIPTS = os.path.relpath(ROOT / "workflow" / "scripts")
 PATCHES = os.path.relpath(ROOT / "patches")
 RESULTS = Path("results")
+#: Cores that a build asks a scheduler for, where no profile sets its threads.
+CLUSTER_CORES = 8
 
 
 def planned():
@@ -100,6 +102,16 @@ def route_threads():
 def on_cluster():
     """Say whether jobs go to a scheduler, which is asked for what a host has."""
     return workflow.non_local_exec
+
+
+def whole_machine(wildcards):
+    """Return the cores of a job that takes the machine; of a cluster's host a profile says more.
+
+    Nobody here knows how many cores the host will have.
+    """
+    if on_cluster() or workflow.remote_exec:
+        return CLUSTER_CORES
+    return workflow.cores
 
 
 def asked_of(find, cell=None, cells=()):

@@ -21,7 +21,7 @@ rule measure_cost:
         cell=lambda w: cost_of(w).document,
         code=PLAN.code["measure_cost"],
         inputs=lambda w: cost_of(w).inputs_json,
-    threads: workflow.cores
+    threads: whole_machine
     resources:
         # its routes are measured in one job: on the host of the first of them
         **asked_of(

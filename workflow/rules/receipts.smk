@@ -44,6 +44,14 @@ rule build_tables:
         " @{params.cells} > {log} 2>&1"
 
 
+# Seconds of work, and of explain the answer that is waited for: no jobs of a cluster.
+localrules:
+    write_receipt,
+    draw_figure,
+    check,
+    explain,
+
+
 rule write_receipt:
     input:
         **TABLES,
