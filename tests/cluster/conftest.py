@@ -19,15 +19,20 @@ from workbench import REPOSITORY, Bench, Run, make_bench
 from .slurm import Slurm, slurm_cluster, what_is_missing
 
 REQUIRED = "ROUTEWISE_CLUSTER_TESTS"
+PROFILES = REPOSITORY / "profiles"
 SERVERS = REPOSITORY / "tests/servers"
 PROMPTS: list[dict[str, Any]] = [
     {"id": "cat", "category": "text", "n_tokens": 8, "text": "The cat sat on"},
     {"id": "dog", "category": "text", "n_tokens": 8, "text": "A dog that barks all night long"},
+    {"id": "cow", "category": "text", "n_tokens": 8, "text": "Seven cows went up the hill"},
 ]
 #: Polls every second: a study of seconds waits for nothing else.
 QUICK = {
     "slurm": ("--slurm-init-seconds-before-status-checks", "1"),
-    "cluster-generic": ("--seconds-between-status-checks", "1"),
+    "cluster-generic": (
+        *("--seconds-between-status-checks", "1"),
+        *("--cluster-generic-status-cmd", str(PROFILES / "cluster-generic/status-slurm")),
+    ),
 }
 
 
@@ -38,11 +43,22 @@ class ClusterBench(Bench):
     profile: str = "slurm"
     plugins: Path = field(default_factory=Path)
 
+    def copy(self, folder: Path) -> ClusterBench:
+        made = super().copy(folder)
+        return ClusterBench(made.folder, made.study, self.profile, self.plugins)
+
+    def cells_asked_for(self) -> list[Path]:
+        """Return the cells that the last run's tables were made of."""
+        (newest, *_) = sorted(
+            (self.results / ".cache/cells").glob("*.txt"), key=lambda path: -path.stat().st_mtime
+        )
+        return [self.folder / line for line in newest.read_text().splitlines()]
+
     def command(self, *arguments: str) -> list[str]:
         return [
             *(sys.executable, "-m", "snakemake"),
             *("--snakefile", str(REPOSITORY / "Snakefile")),
-            *("--profile", str(REPOSITORY / "profiles" / self.profile)),
+            *("--profile", str(PROFILES / self.profile)),
             *("--configfile", str(self.write_study()), *QUICK[self.profile], *arguments),
         ]
 
@@ -112,7 +128,7 @@ def cluster_study(
     model = make_gguf(folder / "small-f16.gguf", tokenizer="tiny")
     kernels = folder / "kernels"
     kernels.mkdir()
-    alone = {"models": ["small"], "prompts": "few", "repeats": 1, "lives": 1, "cache": ["off"]}
+    alone = {"models": ["small"], "prompts": "few", "repeats": 2, "lives": 1, "cache": ["off"]}
     return {
         "schema_version": 1,
         "study": "cluster",
@@ -133,6 +149,11 @@ def cluster_study(
                 *("-np", "{parallel}", "-c", "{context}"),
                 device="hrx",
                 host="gpus",
+                env={
+                    "HSA_USE_SVM": "0",
+                    "HSA_USERPTR_FOR_PAGED_MEM": "0",
+                    "HRX_ALLOW_NO_SVM": "1",
+                },
             ),
             "npu": double_route(
                 "npu_double.py",

@@ -32,6 +32,8 @@ PATCHES = os.path.relpath(ROOT / "patches")
 RESULTS = Path("results")
 #: Cores that a build asks a scheduler for, where no profile sets its threads.
 CLUSTER_CORES = 8
+#: Resources that Snakemake counts or converts: no value is no answer.
+COUNTED = ("mem_mb", "runtime")
 
 
 def planned():
@@ -114,6 +116,22 @@ def whole_machine(wildcards):
     return workflow.cores
 
 
+def default_resource(name):
+    """Return what a profile asks for by default; without one 0 of what is counted, else None.
+
+    A rule that names a resource loses Snakemake's own default of it, and one that is counted has to
+    have a number.
+    """
+    given = workflow.resource_settings.default_resources
+    text = dict(pair.split("=", 1) for pair in getattr(given, "args", [])).get(name, "")
+    text = text.strip("'\"")
+    if text.isdigit():
+        return int(text)
+    if name in COUNTED:
+        return 0
+    return text or None
+
+
 def asked_of(find, cell=None, cells=()):
     """Return the resources of a rule: ``find(wildcards)`` says what a scheduler is asked for.
 
@@ -128,6 +146,8 @@ def asked_of(find, cell=None, cells=()):
         if name in found:
             return found[name]
         if name not in counted:
+            return default_resource(name)
+        return 0 if "gres" in found else counted[name](wildcards)
             return None
         return 0 if "gres" in found else PLAN.counted(cell(wildcards)).get(name, 0)
 
