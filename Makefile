@@ -28,7 +28,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 SNAKEMAKE = $(BIN)/snakemake
 OPTIONS = --profile $(PROFILE) --configfile $(STUDY)
 
-.PHONY: help setup demo serving cpu-exact plan explain check test lint format lock clean-results clean
+.PHONY: help setup setup-slurm demo serving cpu-exact plan explain check test lint format lock clean-results clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -56,6 +56,9 @@ $(PACKAGES): $(LOCKS)
 $(READY): $(PACKAGES) pyproject.toml
 	$(BIN)/python -m pip install -qq --no-deps --no-build-isolation --editable .
 	@touch $@
+
+setup-slurm: setup  ## add to .venv what submits jobs to Slurm and other schedulers (docs/cluster.md)
+	$(BIN)/python -m pip install -qq --require-hashes --no-build-isolation -r requirements/slurm.txt
 
 demo: setup  ## fetch, build, measure and report the study, up to the final table
 	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { \

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from routewise.study import read_yaml
 from small_gguf import make_gguf
 from workbench import REPOSITORY, Bench, Run, make_bench
@@ -26,12 +27,17 @@ PROMPTS: list[dict[str, Any]] = [
     {"id": "dog", "category": "text", "n_tokens": 8, "text": "A dog that barks all night long"},
     {"id": "cow", "category": "text", "n_tokens": 8, "text": "Seven cows went up the hill"},
 ]
-#: Polls every second: a study of seconds waits for nothing else.
+GENERIC = yaml.safe_load((PROFILES / "cluster-generic/config.yaml").read_text())
+#: Polls every second: a study of seconds waits for nothing else. And the partitions of this cluster.
 QUICK = {
     "slurm": ("--slurm-init-seconds-before-status-checks", "1"),
     "cluster-generic": (
         *("--seconds-between-status-checks", "1"),
-        *("--cluster-generic-status-cmd", str(PROFILES / "cluster-generic/status-slurm")),
+        *("--cluster-generic-status-cmd", str(REPOSITORY / GENERIC["cluster-generic-status-cmd"])),
+        "--cluster-generic-submit-cmd",
+        GENERIC["cluster-generic-submit-cmd"] + " --partition={resources.slurm_partition}",
+        *("--default-resources", *(one.partition(" ")[0] for one in GENERIC["default-resources"])),
+        "slurm_partition=everything",
     ),
 }
 

@@ -173,9 +173,9 @@ def test_nothing_is_left_after_a_run(submitted: tuple[ClusterBench, list[Job]]) 
 
 
 def test_results_of_two_kinds_of_host_never_stand_under_one_name(bench: ClusterBench) -> None:
-    """Other resources of the same kind are no other results."""
+    """And other resources of the same kind are no other results: only the report is made again."""
     bench.study["hosts"]["gpus"]["runtime"] = 30
-    assert bench.jobs_left() == {}
+    assert not [rule for rule in bench.jobs_left() if rule.startswith(("measure", "tokenize"))]
     bench.study["hosts"]["others"] = {"gpu": 1}
     bench.study["routes"]["hrx"]["host"] = "others"
     left = bench.jobs_left()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -17,7 +18,7 @@ import yaml
 
 LIBRARY = "workflow/scripts/routewise"
 VAGUE_NAMES = {"utils", "util", "helpers", "helper", "misc", "common"}
-LOCKS = ("build", "requirements", "dev")
+LOCKS = ("build", "requirements", "dev", "slurm")
 DIRECTIVE_ORDER = ("input", "output", "log", "params", "threads", "resources", "script", "shell")
 #: What conda calls a package that PyPI calls otherwise.
 CONDA_NAMES = {"python-xxhash": "xxhash"}
@@ -379,6 +380,31 @@ def test_profiles_hold_known_options_and_none_is_default(repository: Path) -> No
         options = yaml.safe_load(path.read_text())
         if options.get("executor") is None:  # an executor brings options of its own
             assert set(options) <= known, path
+
+
+def profile_faults(options: dict[str, Any]) -> list[str]:
+    """Return what every profile must say and this one does not."""
+    wanted = {"scheduler": "greedy", "scheduler-subsample": 50, "rerun-incomplete": True}
+    faults = [name for name, value in wanted.items() if options.get(name) != value]
+    return faults + [name for name in options if name.endswith("array-jobs")]
+
+
+def test_every_profile_is_greedy_and_goes_on_after_a_kill(repository: Path) -> None:
+    profiles = sorted((repository / "profiles").glob("*/config.yaml"))
+    assert {path.parent.name for path in profiles} >= {
+        *("laptop", "gpu-box", "slurm", "cluster-generic")
+    }
+    faults = {path: profile_faults(yaml.safe_load(path.read_text())) for path in profiles}
+    assert {path: found for path, found in faults.items() if found} == {}
+
+
+def test_profile_that_lacks_something_is_found() -> None:
+    good = {"scheduler": "greedy", "scheduler-subsample": 50, "rerun-incomplete": True}
+    assert profile_faults(good) == []
+    assert profile_faults({**good, "scheduler": "ilp"}) == ["scheduler"]
+    assert profile_faults({**good, "rerun-incomplete": False}) == ["rerun-incomplete"]
+    assert profile_faults({**good, "slurm-array-jobs": "all"}) == ["slurm-array-jobs"]
+    assert len(profile_faults({})) == 3
 
 
 # --- lint, layout, types ---------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -66,3 +67,33 @@ def test_locks_of_the_living_stay(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_to_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / ".snakemake").write_text("a file")
     assert take_over(tmp_path) == []
+
+
+def test_locks_of_another_host_are_left_to_people(tmp_path: Path) -> None:
+    """Its run may live, and a file system may keep locks of the kernel to each host."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    for index, (last, taken) in enumerate(
+        (
+            ("another-host\n00000000-0000-0000-0000-000000000000", False),
+            (f"another-name\n{boot}", True),  # a container of this host
+            (platform.node(), True),  # started again since
+            ("", True),
+        )
+    ):
+        folder = tmp_path / str(index)
+        held = lock(folder)
+        (folder / ".snakemake/routewise.lock").write_text(last)
+        assert take_over(folder) == ([held] if taken else [])
+        assert held.exists() is not taken
+
+
+def test_a_folder_without_locks_passes_to_another_host(tmp_path: Path) -> None:
+    last = tmp_path / ".snakemake/routewise.lock"
+    last.parent.mkdir()
+    last.write_text("another-host")
+    process = hold(tmp_path)
+    assert "another-host" not in last.read_text()
+    held = lock(tmp_path)
+    process.kill()
+    process.wait()
+    assert take_over(tmp_path) == [held]
