@@ -28,7 +28,7 @@ PROMPTS: list[dict[str, Any]] = [
     {"id": "cow", "category": "text", "n_tokens": 8, "text": "Seven cows went up the hill"},
 ]
 GENERIC = yaml.safe_load((PROFILES / "cluster-generic/config.yaml").read_text())
-#: Polls every second: a study of seconds waits for nothing else. And the partitions of this cluster.
+#: Polls every second: a study of seconds waits for nothing else. And this cluster's partitions.
 QUICK = {
     "slurm": ("--slurm-init-seconds-before-status-checks", "1"),
     "cluster-generic": (
@@ -125,9 +125,7 @@ def double_route(program: str, *arguments: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def cluster_study(
-    repository: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+def cluster_study(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return a study of three devices on two hosts: a CPU and an NPU there, a GPU here."""
     demo = read_yaml(repository / "config/config.yaml")
     folder = tmp_path_factory.mktemp("cluster")

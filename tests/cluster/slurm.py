@@ -328,8 +328,8 @@ def take_down() -> None:
     """End every process and remove every file, namespace and link of the cluster."""
     with contextlib.suppress(FileNotFoundError):
         for line in reversed((STATE / "pids").read_text().splitlines()):
-            pid, name = line.split()
-            _end(int(pid), name)
+            number, name = line.split()
+            _end(int(number), name)
     for node in NODES:
         deadline = time.monotonic() + START_LIMIT_S
         while alive := processes_in(node.network):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,11 +110,11 @@ def slowed(bench: ClusterBench, *routes: str) -> ClusterBench:
 @pytest.fixture(scope="session")
 def submitted(
     make_cluster_bench: Callable[..., ClusterBench], cluster_study: dict[str, Any], slurm: Slurm
-) -> Iterator[tuple[ClusterBench, list[Job]]]:
+) -> tuple[ClusterBench, list[Job]]:
     """Return the finished run of the study, in one submission, and its jobs. To read only."""
     bench = make_cluster_bench(cluster_study)
     bench.snakemake().check()
-    yield bench, jobs_of(slurm, bench)
+    return bench, jobs_of(slurm, bench)
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def bench(submitted: tuple[ClusterBench, list[Job]], tmp_path: Path) -> ClusterB
 def test_one_submission_sends_each_job_to_its_host(
     submitted: tuple[ClusterBench, list[Job]],
 ) -> None:
-    bench, jobs = submitted
+    _, jobs = submitted
     wanted = dict(SUBMITTED)
     if not any("rule_build_engine" in job["Comment"] for job in jobs):
         del wanted["build_engine"]  # compiled by an earlier session
@@ -308,8 +308,10 @@ def test_ctrl_c_cancels_the_jobs(bench: ClusterBench, slurm: Slurm) -> None:
         eventually(lambda: run.over or len(stored(bench) - before) >= 1, SOON_S)
         run.process.send_signal(signal.SIGINT)
         assert run.wait().code != 0
-    (job,) = serving_jobs(slurm, bench)["hrx"]
-    eventually(lambda: serving_jobs(slurm, bench)["hrx"][0]["JobState"] == "CANCELLED", SOON_S)
+    eventually(
+        lambda: [job["JobState"] for job in serving_jobs(slurm, bench)["hrx"]] == ["CANCELLED"],
+        SOON_S,
+    )
     nothing_is_left_on(TWO)
     assert claims_held() == []
 
