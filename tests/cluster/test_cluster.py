@@ -194,7 +194,7 @@ def test_a_host_that_nobody_has_is_said_and_the_others_go_on(
     assert "sbatch failed" in outcome.text
     assert "node configuration is not available" in outcome.text, outcome.text
     assert "the run did not finish" in outcome.text
-    assert jobs_of(slurm, bench) == []
+    assert {job["NodeList"] for job in jobs_of(slurm, bench)} <= {"(null)"}
     assert set(bench.cells()) == set(cells) - {HRX}
 
 
@@ -329,4 +329,21 @@ def test_the_generic_executor_runs_the_same_study(
     assert {job["JobState"] for job in jobs} == {"COMPLETED"}
     nodes = {job["JobName"]: job["NodeList"] for job in jobs}
     assert set(nodes) >= {"measure_plain", "measure_serving", "build_tables"}
+    assert bench.jobs_left() == {}
+
+
+def test_the_generic_executor_takes_over_the_job_of_a_killed_snakemake(
+    bench: ClusterBench, slurm: Slurm
+) -> None:
+    slowed(bench, "hrx")
+    bench.profile = "cluster-generic"
+    before = stored(bench)
+    with bench.running() as run:
+        eventually(lambda: run.over or len(stored(bench) - before) >= 1, SOON_S)
+        assert not run.over, run.wait().text
+        run.process.send_signal(signal.SIGKILL)
+        run.process.wait()
+    bench.snakemake().check()
+    jobs = [job for job in slurm.jobs() if job["WorkDir"] == str(bench.folder)]
+    assert [job["JobState"] for job in jobs if job["JobName"] == "measure_serving"] == ["COMPLETED"]
     assert bench.jobs_left() == {}

@@ -147,8 +147,6 @@ def asked_of(find, cell=None, cells=()):
             return found[name]
         if name not in counted:
             return default_resource(name)
-        return 0 if "gres" in found else counted[name](wildcards)
-            return None
         return 0 if "gres" in found else PLAN.counted(cell(wildcards)).get(name, 0)
 
     names = {name for host in STUDY.hosts.values() for name in host}
