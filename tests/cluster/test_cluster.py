@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from routewise.claim import claimed_devices, claims_folder, read_claims
-from workbench import Outcome, eventually, provenance_of
+from workbench import Bench, Outcome, eventually, provenance_of
 
 from .conftest import ClusterBench
 from .slurm import NODES, Node, Slurm, processes_in
@@ -181,6 +181,13 @@ def test_results_of_two_kinds_of_host_never_stand_under_one_name(bench: ClusterB
     left = bench.jobs_left()
     assert left["measure_serving"] == 1, left
     assert "measure_replay" not in left
+
+
+def test_the_same_study_is_planned_on_one_machine(bench: ClusterBench) -> None:
+    """What a scheduler is asked for plays no part there, and is no error."""
+    bench.cells()[HRX].unlink()
+    alone = Bench(bench.folder, bench.study)
+    assert alone.jobs_left()["measure_serving"] == 1
 
 
 def test_a_host_that_nobody_has_is_said_and_the_others_go_on(
