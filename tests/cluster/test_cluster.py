@@ -107,6 +107,12 @@ def slowed(bench: ClusterBench, *routes: str) -> ClusterBench:
     return bench
 
 
+def hrx_cell(bench: ClusterBench) -> str:
+    """Return the GPU's cell as a target."""
+    (cell,) = (path for path in bench.cells_asked_for() if path.name == f"{HRX}.parquet")
+    return str(cell.relative_to(bench.folder))
+
+
 @pytest.fixture(scope="session")
 def submitted(
     make_cluster_bench: Callable[..., ClusterBench], cluster_study: dict[str, Any], slurm: Slurm
@@ -201,7 +207,12 @@ def test_a_host_that_nobody_has_is_said_and_the_others_go_on(
     assert "sbatch failed" in outcome.text
     assert "node configuration is not available" in outcome.text, outcome.text
     assert "the run did not finish" in outcome.text
-    assert {job["NodeList"] for job in jobs_of(slurm, bench)} <= {"(null)"}
+    (job,) = jobs_of(slurm, bench)  # Slurm keeps it as one that never ran
+    assert (job["JobState"], job["Reason"], job["RunTime"]) == (
+        "FAILED",
+        "BadConstraints",
+        "00:00:00",
+    )
     assert set(bench.cells()) == set(cells) - {HRX}
 
 
@@ -298,13 +309,13 @@ def test_jobs_outlive_a_killed_snakemake_and_the_next_run_takes_what_they_made(
         run.process.wait()
     (job,) = serving_jobs(slurm, bench)["hrx"]
     assert job["JobState"] == "RUNNING"
-    bench.snakemake().check()  # at once: the old job has the GPU still
+    cell = hrx_cell(bench)
+    bench.snakemake(cell).check()  # at once: the old job has the GPU still
     old, new = serving_jobs(slurm, bench)["hrx"]
     assert (old["JobState"], new["JobState"]) == ("COMPLETED", "COMPLETED"), old
-    (cell,) = (path for path in bench.cells_asked_for() if path.name == f"{HRX}.parquet")
-    provenance = provenance_of(cell)
+    provenance = provenance_of(bench.folder / cell)
     assert (provenance["n_adopted"], provenance["n_measured"]) == (3, 0)
-    assert bench.jobs_left() == {}
+    assert bench.jobs_left(cell) == {}
     nothing_is_left_on(TWO)
 
 
@@ -350,7 +361,8 @@ def test_the_generic_executor_takes_over_the_job_of_a_killed_snakemake(
         assert not run.over, run.wait().text
         run.process.send_signal(signal.SIGKILL)
         run.process.wait()
-    bench.snakemake().check()
+    cell = hrx_cell(bench)
+    bench.snakemake(cell).check()
     jobs = [job for job in slurm.jobs() if job["WorkDir"] == str(bench.folder)]
     assert [job["JobState"] for job in jobs if job["JobName"] == "measure_serving"] == ["COMPLETED"]
-    assert bench.jobs_left() == {}
+    assert bench.jobs_left(cell) == {}
