@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
+from routewise.digest import canonical_json
 from routewise.inputs import (
     SWEEP_INPUTS,
     WORDS,
     cell_digest,
     checked_inputs,
+    fields_json,
+    inputs_json,
+    json_digest,
     read_manifest,
     write_manifest,
 )
@@ -48,3 +53,32 @@ def test_a_damaged_manifest_is_none(tmp_path: Path) -> None:
     [file] = (tmp_path / "manifests").iterdir()
     file.write_text("{")
     assert read_manifest(tmp_path, "a" * 64) is None
+
+
+@dataclass(frozen=True)
+class Inner:
+    b: tuple[int, ...]
+    a: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Outer:
+    z: Inner
+    y: tuple[Inner, ...]
+    x: str | None
+
+
+def test_json_of_a_dataclass_is_that_of_its_fields() -> None:
+    inner = Inner((1, 2), {"é": 0.5})
+    value = Outer(inner, (inner, inner), None)
+    assert fields_json({"cell": value}) == canonical_json({"cell": asdict(value)})
+    for refused in (Path("x"), {1, 2}, b"x", object(), Outer):
+        with pytest.raises(TypeError):
+            fields_json({"cell": refused})
+    with pytest.raises(ValueError, match="Out of range"):
+        fields_json(float("nan"))
+
+
+def test_the_digest_of_json_is_that_of_the_inputs() -> None:
+    text = inputs_json("compare", COMPARE)
+    assert json_digest(text) == cell_digest(checked_inputs("compare", COMPARE))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from routewise.cell import Cell
 from routewise.cost import CostCell
+from routewise.digest import canonical_json
 from routewise.errors import RoutewiseError
 from routewise.explain import differences
 from routewise.inputs import cell_digest
@@ -118,6 +119,7 @@ def test_a_cell_reads_back_from_its_document(house: House) -> None:
     plan = house.plan()
     for cell in plan.cells.values():
         assert Cell.from_document(json.loads(cell.document)) == cell.cell
+        assert cell.document == canonical_json(cell.cell.document())
         assert cell.cell.digest == cell.path.parent.name
     for cost in plan.costs.values():
         assert CostCell.from_document(json.loads(cost.document)) == cost.cell

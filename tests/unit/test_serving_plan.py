@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from routewise.digest import canonical_json
 from routewise.plan import StudyPlan
 from routewise.serve_cell import ServeCell
 from routewise.serve_plan import ServePlan
@@ -68,6 +69,7 @@ def test_one_cell_a_server_configuration_and_one_a_pair(serving: House) -> None:
 def test_a_cell_travels_as_json(serving: House) -> None:
     for plan in serving.plan().serves.values():
         assert ServeCell.from_document(json.loads(plan.document)) == plan.cell
+        assert plan.document == canonical_json(plan.cell.document())
 
 
 def test_what_a_route_cannot_do_is_refused_with_the_reason(serving: House) -> None:
