@@ -134,6 +134,40 @@ def test_what_is_wrong_is_named_and_removed_only_when_asked(results: Path, name:
     assert kept(results) == [True, False, True]
 
 
+def _forget_inputs(path: Path) -> None:
+    table = pq.read_table(path)
+    document = json.loads(table.schema.metadata[METADATA_KEY])
+    del document["key_inputs"]
+    metadata = {METADATA_KEY: json.dumps(document).encode()}
+    pq.write_table(table.replace_schema_metadata(metadata), path)
+
+
+OTHERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "before keys kept their inputs": ("older", _forget_inputs),
+    "older schema": ("older", lambda path: _rewrite(path, schema_version=0)),
+    "newer schema": ("newer", lambda path: _rewrite(path, schema_version=99)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_another_routewise_wrote_is_named_so_and_prune_removes_it_by_age(
+    results: Path, name: str
+) -> None:
+    kind, rewrite = OTHERS[name]
+    path = fragment(results, 2)  # no cell uses it
+    rewrite(path)
+    code, said = checked(results, remove=True)
+    assert code == 0
+    assert f"{path}: {kind}: " in said
+    assert f"3 files read, 0 wrong, 1 {kind}" in said
+    assert ("store prune" in said) == (kind == "older")
+    assert path.exists()
+    assert "0 files" in pruned(results, yes=True, older_than_days=1)  # rewritten just now
+    age(path, 2 * DAY_S)
+    pruned(results, yes=True, older_than_days=1)
+    assert not path.exists()
+
+
 def test_a_fragment_in_another_folder_is_foreign(results: Path) -> None:
     other = results / "store" / "zz" / fragment(results, 0).name
     other.parent.mkdir()

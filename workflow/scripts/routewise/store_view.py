@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any, TextIO
 
 from routewise.errors import RoutewiseError
 from routewise.progress import duration
-from routewise.schema.file import read_provenance, read_table, table_name
+from routewise.schema.file import SCHEMA_VERSION, read_provenance, read_table
 from routewise.schema.study import CELL_TABLES
 from routewise.store import Store, fragment_key
 
@@ -27,6 +28,9 @@ YOUNG_S = 3600.0
 
 DAMAGED = "damaged"
 FOREIGN = "foreign"
+#: Whole, and written by another Routewise, which keys or writes fragments in another way.
+OLDER = "older"
+NEWER = "newer"
 LEFT_OVER = "left over"
 NOT_OURS = "no fragment"
 
@@ -63,8 +67,13 @@ class Problem:
     """What is wrong with one file of the store."""
 
     file: StoreFile
-    kind: str  # DAMAGED, FOREIGN, LEFT_OVER or NOT_OURS
+    kind: str  # DAMAGED, FOREIGN, OLDER, NEWER, LEFT_OVER or NOT_OURS
     why: str
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether something is the matter, and not only that another Routewise wrote it."""
+        return self.kind not in (OLDER, NEWER)
 
 
 @dataclass(frozen=True)
@@ -121,7 +130,14 @@ def find_problem(store: Store, file: StoreFile) -> Problem | None:
         return Problem(file, LEFT_OVER, why) if file.age_s >= YOUNG_S else None
     if not file.is_fragment:
         return Problem(file, NOT_OURS, "not a name of the store's")
-    name = table_name(file.path)
+    said = read_provenance(file.path)
+    name = None if said.get("table") is None else str(said["table"])
+    version = said.get("schema_version")
+    if isinstance(version, int) and version != SCHEMA_VERSION:
+        kind = OLDER if version < SCHEMA_VERSION else NEWER
+        return Problem(file, kind, f"schema version {version}, this Routewise uses {SCHEMA_VERSION}")
+    if name in CELL_TABLES and said.get("key") == file.key and "key_inputs" not in said:
+        return Problem(file, OLDER, "from before fragments kept what their key is made of")
     try:
         if name is not None and name not in CELL_TABLES:
             return Problem(file, FOREIGN, f"holds the table {name!r}")
@@ -171,20 +187,33 @@ def list_store(results: Path, stream: TextIO) -> None:
 def check_store(results: Path, stream: TextIO, *, remove: bool = False) -> int:
     """Read every fragment, name what is wrong, and return 1 where anything wrong stays, else 0.
 
-    With ``remove``, what is wrong is removed, but no file that is not the store's.
+    With ``remove``, what is wrong is removed, but no file that is not the store's. What another
+    Routewise wrote is named, is not wrong, and stays: no cell of this one adopts it.
     """
     store = Store(results / "store")
     n_read, n_wrong = 0, 0
+    others: Counter[str] = Counter()
     for file in store_files(store.root):
         n_read += 1
         problem = find_problem(store, file)
         if problem is None:
             continue
+        if not problem.is_wrong:
+            others[problem.kind] += 1
+            print(f"{file.path}: {problem.kind}: {problem.why}", file=stream)
+            continue
         removed = remove and problem.kind != NOT_OURS and _remove(file)
         n_wrong += not removed
         end = " (removed)" if removed else ""
         print(f"{file.path}: {problem.kind}: {problem.why}{end}", file=stream)
-    print(f"{n_read} files read, {n_wrong} wrong", file=stream)
+    told = "".join(f", {n} {kind}" for kind, n in sorted(others.items()))
+    print(f"{n_read} files read, {n_wrong} wrong{told}", file=stream)
+    if others[OLDER]:
+        print(
+            "older ones are kept and not used; `store prune` removes those that no cell file "
+            "uses, by age",
+            file=stream,
+        )
     return 1 if n_wrong else 0
 
 

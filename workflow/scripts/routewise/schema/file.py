@@ -101,11 +101,15 @@ def read_table(path: Path, declared: TableSchema) -> tuple[pa.Table, dict[str, A
         ) from error
     if not isinstance(provenance, dict) or not {"schema_version", "table"} <= set(provenance):
         raise RoutewiseError(f"{path}: carries no Routewise provenance", "delete it and run again")
-    if provenance["schema_version"] != SCHEMA_VERSION:
+    version = provenance["schema_version"]
+    if version != SCHEMA_VERSION:
+        is_newer = isinstance(version, int) and version > SCHEMA_VERSION
         raise RoutewiseError(
-            f"{path}: schema version {provenance['schema_version']}, this Routewise reads "
-            f"{SCHEMA_VERSION}",
-            "move the old results folder away and run again",
+            f"{path}: schema version {version}, this Routewise reads {SCHEMA_VERSION}",
+            "read it with the newer Routewise that wrote it"
+            if is_newer
+            else "move the file away and run the workflow again; the Routewise that wrote it "
+            "still reads it",
         )
     if provenance["table"] != declared.name or not table.schema.equals(declared.arrow):
         raise RoutewiseError(
