@@ -65,7 +65,7 @@ def line_of(process: Process) -> str:
 
 
 def announced(pid: int) -> str:
-    return f"{pid}:{watch._start_ticks(pid)}"
+    return f"{pid}:{watch._start_ticks(pid)}:{watch.boot_id()}"
 
 
 def test_a_job_ends_when_its_snakemake_is_killed(started: list[Process]) -> None:

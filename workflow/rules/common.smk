@@ -12,7 +12,7 @@ from snakemake.exceptions import WorkflowError
 from routewise import watch
 from routewise.device import TRUSTED, missing_devices
 from routewise.digest import canonical_json
-from routewise.errors import RoutewiseError
+from routewise.errors import RoutewiseError, not_allowed
 from routewise.plan import (
     FROZEN_PLAN,
     fetch_sources,
@@ -22,6 +22,8 @@ from routewise.plan import (
     thaw_plan,
     write_cell_list,
 )
+from routewise.results_format import check_format, mark_format, say_older
+from routewise.runs import begin_run, other_runs
 from routewise.run_view import Job, job_name
 from routewise.study import check_study, read_yaml
 from routewise.takeover import take_over
@@ -44,6 +46,9 @@ def planned():
     try:
         if not workflow.is_main_process and (plan := thaw_plan()):
             return plan
+        check_format(
+            RESULTS
+        )  # a newer one stops here, before anything is fetched or planned
         for file in workflow.configfiles:
             read_yaml(Path(file))  # a key that stands twice is seen only in the file
         study = check_study(config, " + ".join(map(str, workflow.configfiles)))
@@ -51,6 +56,23 @@ def planned():
         return plan_study(study, RESULTS, ROOT)
     except RoutewiseError as error:
         raise WorkflowError(str(error)) from None
+    except PermissionError as error:
+        raise WorkflowError(str(not_allowed(error))) from None
+
+
+def look_round():
+    """Say what a person should know before a run: who else runs here, and what results are old."""
+    take_over()
+    for other in other_runs():
+        runs = "is running" if other.certain else "may be running"
+        print(
+            f"routewise: {runs} in this folder: {other.run.who()}. What it makes is not made"
+            f" twice: {other.advice()}. A dry run, `explain` and `python -m routewise` do not"
+            " disturb it",
+            file=sys.stderr,
+        )
+    for told in filter(None, [say_older(RESULTS)]):
+        print(f"routewise: {told}", file=sys.stderr)
 
 
 def one_of(names):
@@ -205,6 +227,20 @@ def announce_jobs():
         line.expect_jobs(jobs)
 
 
+def begin():
+    """Say in the folder who makes what from now on; stop where somebody makes it already."""
+    outputs = {str(file) for job in workflow.dag.needrun_jobs() for file in job.output}
+    if not outputs:
+        return
+    try:
+        begin_run(STUDY.name, outputs)
+        mark_format(RESULTS)
+    except RoutewiseError as error:
+        raise WorkflowError(str(error)) from None
+    except PermissionError as error:
+        raise WorkflowError(str(not_allowed(error))) from None
+
+
 def before_jobs():
     """Do what must be done before the first job of a run, and stop a run that cannot be made.
 
@@ -216,14 +252,18 @@ def before_jobs():
     elif any(job.rule.name != "explain" for job in workflow.dag.targetjobs):
         for error in missing_here():
             raise WorkflowError(str(error))
+    begin()
     announce_jobs()
 
 
 PLAN = planned()
 gc.freeze()  # the plan stays: what collects garbage need not walk through it again and again
 if workflow.is_main_process:
-    take_over()
-    write_cell_list(PLAN)
+    look_round()
+    try:
+        write_cell_list(PLAN)
+    except PermissionError as error:
+        raise WorkflowError(str(not_allowed(error))) from None
     for error in missing_here():
         print(f"routewise: warning: {error.problem}", file=sys.stderr)
 STUDY = PLAN.study

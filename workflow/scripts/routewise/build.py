@@ -40,6 +40,7 @@ from routewise.fingerprint import (
     stamped,
     unstamped,
 )
+from routewise.lock import take_lock
 from routewise.normalise import normalised_digest
 from routewise.patch import Patch, patched_files
 from routewise.source import (
@@ -508,14 +509,20 @@ def _check_unedited(plan: BuildPlan) -> None:
             )
 
 
+_NO_LOCKS_HINT = (
+    "link results/work to a folder of a local disk, run in a working folder of one, or have the "
+    "file system mounted with locks (NFS: not nolock; Lustre: flock)"
+)
+
+
 @contextlib.contextmanager
 def _locked(path: Path, name: str, say: Say | None) -> Iterator[None]:
     with open(path, "w") as handle:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            take_lock(handle.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB, path.parent, _NO_LOCKS_HINT)
         except BlockingIOError:
             (say or _say)(f"build {name}: waiting for another job in {path.parent} …")
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            take_lock(handle.fileno(), fcntl.LOCK_EX, path.parent, _NO_LOCKS_HINT)
         yield
 
 

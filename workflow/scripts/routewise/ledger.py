@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from routewise.errors import RoutewiseError
+from routewise.lock import WITHOUT_LOCKS, no_locks
 from routewise.watch import stat_fields
 
 #: Bytes of one entry: JSON, filled up with spaces.
@@ -476,14 +477,29 @@ def _make_plainly(path: Path) -> None:
 
 def _lock(descriptor: int, kind: int, start: int) -> None:
     asked = _FLOCK.pack(kind, os.SEEK_SET, start, 1, 0)
-    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, asked)
+    _control(descriptor, fcntl.F_OFD_SETLK, asked)
 
 
 def _is_locked(descriptor: int, start: int, length: int = 1) -> bool:
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
-    answer = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked)
+    answer = _control(descriptor, fcntl.F_OFD_GETLK, asked)
     kind: int = _FLOCK.unpack(answer)[0]
     return kind != fcntl.F_UNLCK
+
+
+def _control(descriptor: int, command: int, asked: bytes) -> bytes:
+    try:
+        return fcntl.fcntl(descriptor, command, asked)
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+        folder = Path(os.readlink(f"/proc/self/fd/{descriptor}")).parent
+        raise no_locks(
+            folder,
+            error,
+            "set ROUTEWISE_CLAIMS to a folder of this host's own disk or memory, the same for all "
+            "of its users",
+        ) from error
 
 
 def _close_in_child() -> None:

@@ -20,6 +20,7 @@ from typing import IO, Any
 import psutil
 
 from routewise import keeper
+from routewise.lock import take_lock
 from routewise.machine import ENGINE_VARIABLES
 
 #: Variables of the families that decide what a server computes or where: only the route sets them.
@@ -54,7 +55,12 @@ class KeptProcess:
         remove_stale_folders()
         self.folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX))
         self._folder_lock = os.open(self.folder, os.O_RDONLY)
-        fcntl.flock(self._folder_lock, fcntl.LOCK_SH)
+        take_lock(
+            self._folder_lock,
+            fcntl.LOCK_SH,
+            self.folder,
+            "set TMPDIR to a folder of a local disk or of memory",
+        )
         self.exit_code: int | None = None
         self.n_strays = 0
         self.n_left: int | None = None

@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 from routewise.errors import RoutewiseError
 from routewise.progress import duration
+from routewise.results_format import check_format
 from routewise.schema.file import SCHEMA_VERSION, read_provenance, read_table
 from routewise.schema.study import CELL_TABLES
 from routewise.store import Store, fragment_key
@@ -135,7 +136,9 @@ def find_problem(store: Store, file: StoreFile) -> Problem | None:
     version = said.get("schema_version")
     if isinstance(version, int) and version != SCHEMA_VERSION:
         kind = OLDER if version < SCHEMA_VERSION else NEWER
-        return Problem(file, kind, f"schema version {version}, this Routewise uses {SCHEMA_VERSION}")
+        return Problem(
+            file, kind, f"schema version {version}, this Routewise uses {SCHEMA_VERSION}"
+        )
     if name in CELL_TABLES and said.get("key") == file.key and "key_inputs" not in said:
         return Problem(file, OLDER, "from before fragments kept what their key is made of")
     try:
@@ -264,6 +267,8 @@ def _megabytes(files: list[StoreFile]) -> str:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.action != "list":
+        check_format(arguments.results)  # what a newer Routewise uses cannot be told here
     if not (arguments.results / "store").is_dir():
         raise RoutewiseError(
             f"{arguments.results / 'store'}: no such folder",

@@ -2,36 +2,40 @@
 
 Snakemake locks its working folder and, killed with SIGKILL, leaves the lock behind: every later
 run would stop and ask for ``--unlock``. Each run of ours therefore holds a lock of the kernel's
-beside Snakemake's own, which ends with its process however that ended. Where nobody holds it,
-Snakemake's locks belong to the dead.
+beside Snakemake's own, which ends with its process however that ended. Where nobody holds it, and
+no record says that another host's run may live (``runs.py``), Snakemake's locks belong to the dead.
 
-A shared file system may keep such locks to each host. So it also holds who had it last, and the
-locks of another host are left to Snakemake and to people: nobody here knows whether it lives.
+A shared file system may keep such locks to each host. So the file also holds who had it last, and
+the locks of another host are left to Snakemake and to people: nobody here knows whether it lives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import platform
 from pathlib import Path
 
+from routewise.runs import other_runs
+from routewise.watch import boot_id
+
 STATE = Path(".snakemake")
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _HELD: list[int] = []
 
 
 def take_over(folder: Path = Path(".")) -> list[Path]:
-    """Remove the locks that dead runs of this host left in ``folder``; return them.
+    """Remove the locks that dead runs left in ``folder``; return them.
 
-    Does nothing while another run of ours lives there: then Snakemake's own lock decides. The
-    kernel's lock is held, shared, until this process ends. A folder that cannot be written to is
-    left to Snakemake's own complaint.
+    Does nothing while another run of ours lives there, or may live on a host whose locks do not
+    reach here: then Snakemake's own lock decides. The kernel's lock is held, shared, until this
+    process ends. A folder that cannot be written to, or has no locks, is left as it is: a run that
+    has something to make says so (``runs.begin_run``).
     """
     state = folder / STATE
     try:
         state.mkdir(exist_ok=True)
-        handle = os.open(state / "routewise.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        handle = _open(state / "routewise.lock")
     except OSError:
         return []
     _HELD.append(handle)
@@ -40,21 +44,33 @@ def take_over(folder: Path = Path(".")) -> list[Path]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         pass
+    except OSError:
+        return []
     else:
         last = set(os.pread(handle, 1000, 0).decode(errors="replace").split())
-        stale = sorted((state / "locks").glob("*.lock"))
-        if stale and last and not last & _host():
-            stale = []
-        else:
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, "\n".join(sorted(_host())).encode(), 0)
-        for path in stale:
-            path.unlink()
-    fcntl.flock(handle, fcntl.LOCK_SH)
+        left = sorted((state / "locks").glob("*.lock"))
+        if not other_runs(folder) and (not left or not last or last & _host()):
+            with contextlib.suppress(OSError):  # another user's file
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, "\n".join(sorted(_host())).encode(), 0)
+            for path in left:
+                with contextlib.suppress(OSError):  # of another user, in a folder that is not ours
+                    path.unlink()
+                    stale.append(path)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH)
+    except OSError:
+        return stale
     return stale
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except PermissionError:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # another user's: enough for a lock
 
 
 def _host() -> set[str]:
     """Return what tells this host from others: its name, and its boot, which containers share."""
-    boot = _BOOT.read_text().strip() if _BOOT.is_file() else ""
-    return {name for name in (platform.node(), boot) if name}
+    return {name for name in (platform.node(), boot_id()) if name}

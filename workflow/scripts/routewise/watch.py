@@ -22,18 +22,22 @@ _PR_SET_PDEATHSIG = 1
 
 def announce() -> None:
     """Name this process as the one that its measuring processes must not outlive."""
-    os.environ[WATCHED] = f"{os.getpid()}:{_start_ticks(os.getpid())}"
+    os.environ[WATCHED] = f"{os.getpid()}:{_start_ticks(os.getpid())}:{boot_id()}"
 
 
 def end_with_snakemake() -> None:
     """Watch the announced process, if one is, and end this one at once when it is gone.
 
-    Without an announcement (a cell run by hand) nothing is watched.
+    Without an announcement (a cell run by hand), and with one of another host, whose processes
+    nobody sees here, nothing is watched.
     """
     announced = os.environ.get(WATCHED)
     if announced is None:
         return
-    pid, start_ticks = (int(part) for part in announced.split(":"))
+    parts = announced.split(":")
+    if parts[2:] not in ([], [boot_id()]):
+        return
+    pid, start_ticks = int(parts[0]), int(parts[1])
     try:
         handle = os.pidfd_open(pid)
         alive = _start_ticks(pid) == start_ticks
@@ -57,6 +61,14 @@ def wait_for_end(handle: int) -> None:
     poll.register(handle, select.POLLIN)
     while not poll.poll():
         pass
+
+
+def boot_id() -> str:
+    """Return the name of this start of the host's kernel; empty where it does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def stat_fields(pid: int) -> list[str]:
