@@ -117,8 +117,8 @@ def test_the_job_says_why_it_stops(started: list[Process]) -> None:
 def test_another_process_under_the_same_id_is_not_the_announced_one(
     started: list[Process],
 ) -> None:
-    pid, ticks = announced(os.getpid()).split(":")
-    job = start(started, JOB, **{WATCHED: f"{pid}:{int(ticks) - 1}"})
+    pid, ticks, boot = announced(os.getpid()).split(":")
+    job = start(started, JOB, **{WATCHED: f"{pid}:{int(ticks) - 1}:{boot}"})
     out, said = job.communicate(timeout=30)
     assert (job.returncode, out) == (EXIT_ORPHANED, "")
     assert "is gone; stopping" in said
@@ -144,6 +144,12 @@ def test_a_job_runs_to_its_end(started: list[Process], living: bool) -> None:
     job = start(started, code, **{WATCHED: value})
     out, said = job.communicate(timeout=30)
     assert (job.returncode, out, said) == (0, "done\n", "")
+
+
+def test_a_snakemake_of_another_host_is_not_looked_for_here(started: list[Process]) -> None:
+    pid, ticks, _ = announced(os.getpid()).split(":")
+    job = start(started, JOB, **{WATCHED: f"{pid}:{int(ticks) - 1}:another-boot"})
+    assert line_of(job) == "ready"
 
 
 def test_announcing_names_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
