@@ -10,6 +10,7 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from routewise import watch
+from routewise.dates import pull_back
 from routewise.device import TRUSTED, missing_devices
 from routewise.digest import canonical_json
 from routewise.errors import RoutewiseError, not_allowed
@@ -22,6 +23,7 @@ from routewise.plan import (
     thaw_plan,
     write_cell_list,
 )
+from routewise.progress import duration
 from routewise.results_format import check_format, mark_format, say_older
 from routewise.runs import begin_run, other_runs
 from routewise.run_view import Job, job_name
@@ -235,10 +237,28 @@ def begin():
     try:
         begin_run(STUDY.name, outputs)
         mark_format(RESULTS)
+        mend_dates()
     except RoutewiseError as error:
         raise WorkflowError(str(error)) from None
     except PermissionError as error:
         raise WorkflowError(str(not_allowed(error))) from None
+
+
+def mend_dates():
+    """Date files of this study that lie ahead of this host's clock to now, and say so."""
+    files = {
+        Path(str(file))
+        for job in workflow.dag.jobs
+        for file in (*job.input, *job.output)
+    }
+    if ahead := pull_back(files):
+        farthest = max(ahead, key=ahead.get)
+        print(
+            f"routewise: {len(ahead)} files were dated ahead of this host's clock, {farthest} by"
+            f" {duration(ahead[farthest])}: dated to now. Their contents are known by digest; see"
+            " to the clocks of the hosts that write here",
+            file=sys.stderr,
+        )
 
 
 def before_jobs():

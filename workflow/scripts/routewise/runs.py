@@ -196,8 +196,8 @@ def _is_self(run: Run) -> bool:
 def _lives(path: Path, run: Run) -> bool | None:
     """Return whether a run lives; None where nobody can tell."""
     locked = _is_locked(path)
-    if locked:
-        return True
+    if locked or (locked is False and run.boot == boot_id()):
+        return locked  # within one kernel the lock tells, also of one that is killed and not reaped
     if run.boot != boot_id():
         # this host before its last start, or a host whose locks may not reach here
         return False if run.host == platform.node() else None
@@ -206,7 +206,7 @@ def _lives(path: Path, run: Run) -> bool | None:
             return start_ticks_of(run.pid) == run.start_ticks
         except OSError:
             return False
-    return locked  # of another container on this kernel: its lock tells, where there are locks
+    return None  # of another container on this kernel
 
 
 def _is_locked(path: Path) -> bool | None:
