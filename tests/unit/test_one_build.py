@@ -91,6 +91,26 @@ def test_another_driver_is_another_scope_and_another_unit_is_not() -> None:
         refuse_mixed([measured(device=gpu("1", "x")), measured(device=gpu("2", "x"))])
 
 
+def test_the_drivers_their_cells_and_what_to_do_are_named(made: MadeStudy) -> None:
+    def driver(version: str) -> dict[str, Any]:
+        return {"device": "cuda", "gpus": [["Card 9", version, "must-not-leave"]]}
+
+    for variant in ("plain", "w2", "w4"):
+        made.record("cpu-exact", variant, device=driver("550.1"))
+    build_tables(made.declared, made.write())
+    made.record("cpu-exact", "w8", device=driver("570.2"))  # added after an update of the driver
+    with pytest.raises(RoutewiseError, match="route cpu-exact") as error:
+        build_tables(made.declared, made.write())
+    problem = error.value.problem
+    assert '["Card 9, driver 550.1"] in 3 cells' in problem
+    assert '["Card 9, driver 570.2"] in 1 cells' in problem
+    assert f"replay.cpu-exact.{MODEL}.w8.parquet" in problem
+    assert "must-not-leave" not in problem
+    assert "move the cell files" in str(error.value.hint)
+    made.record("cpu-exact", "w8", device=driver("550.1"))
+    build_tables(made.declared, made.write())
+
+
 def test_a_host_started_again_is_one_scope_and_another_module_is_not() -> None:
     one = {"device": "npu", "boot": "1", "kernel": "6", "modules": {"m": "1"}}
     refuse_mixed([measured(device=one), measured(device=one | {"boot": "2"})])

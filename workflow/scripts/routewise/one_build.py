@@ -45,7 +45,9 @@ def host_scope(provenance: Mapping[str, Any]) -> dict[str, str]:
             "device": device.get("device"),
             "device kernel": device.get("kernel"),
             "device modules": device.get("modules"),
-            "device and driver": sorted({str(gpu[:2]) for gpu in gpus}) if gpus else None,
+            "device and driver": sorted({", driver ".join(map(str, gpu[:2])) for gpu in gpus})
+            if gpus
+            else None,
         }
     return {
         key: value if isinstance(value, str) else json.dumps(value, sort_keys=True)
