@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -166,3 +167,39 @@ def test_results_of_an_older_routewise_are_kept_beside_a_fresh_start(
     assert told in bench.snakemake(RECEIPT).check().text
     assert told not in bench.snakemake("--dry-run", RECEIPT).check().text
     assert older.is_file()
+
+
+#: Of root, what ignores modes and owners: without it root is a user like any other.
+POWERS = ",".join(f"-{name}" for name in ("dac_override", "dac_read_search", "fowner", "chown"))
+
+
+@pytest.mark.parametrize("closed", [".", "results"])
+def test_a_folder_that_another_user_closed_is_named(
+    stock: Bench, tmp_path: Path, closed: str
+) -> None:
+    if os.geteuid() or not shutil.which("setpriv"):
+        pytest.skip("needs root, to give files to another user, and setpriv")
+    bench = stock.copy(tmp_path / "copy")
+    shutil.rmtree(bench.results / "stock")
+    shutil.rmtree(bench.results / ".cache/cells")
+    subprocess.run(["chown", "-hR", "4242:4242", str(bench.folder / closed)], check=True)
+    prefix = ["setpriv", f"--bounding-set={POWERS}", f"--inh-caps={POWERS}"]
+    for arguments in (["--dry-run", RECEIPT], [RECEIPT]):
+        done = subprocess.run(
+            [*prefix, *bench.command(*arguments)],
+            cwd=bench.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        assert "Traceback" not in done.stdout, done.stdout
+        if "--dry-run" in arguments:
+            assert done.returncode == 0, done.stdout
+    assert done.returncode != 0
+    assert "ermission denied" in done.stdout
+    assert str(bench.folder) in done.stdout
+    if closed == "results":
+        assert "belongs to user 4242, mode 755" in done.stdout
+    assert "have its owner open" in done.stdout
+    assert not (bench.results / "stock").exists()

@@ -1,4 +1,5 @@
 # Reads, checks and plans the study before any rule is made, and pins wildcards to its names.
+import contextlib
 import functools
 import gc
 import inspect
@@ -236,6 +237,7 @@ def begin():
         return
     try:
         begin_run(STUDY.name, outputs)
+        write_cell_list(PLAN)
         mark_format(RESULTS)
         mend_dates()
     except RoutewiseError as error:
@@ -280,10 +282,8 @@ PLAN = planned()
 gc.freeze()  # the plan stays: what collects garbage need not walk through it again and again
 if workflow.is_main_process:
     look_round()
-    try:
+    with contextlib.suppress(PermissionError):  # a look at somebody else's folder
         write_cell_list(PLAN)
-    except PermissionError as error:
-        raise WorkflowError(str(not_allowed(error))) from None
     for error in missing_here():
         print(f"routewise: warning: {error.problem}", file=sys.stderr)
 STUDY = PLAN.study

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -21,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from routewise.errors import RoutewiseError
+from routewise.errors import RoutewiseError, not_allowed
 from routewise.ledger import start_ticks_of, user_name
 from routewise.lock import WITHOUT_LOCKS, no_locks
 from routewise.watch import boot_id
@@ -74,6 +75,17 @@ class Other:
             f"{wait}. Nobody here can see processes of {self.run.host}: where `ps -p "
             f"{self.run.pid}` shows there that it is gone, remove {self.path}"
         )
+
+
+def check_open(folder: Path = Path(".")) -> None:
+    """Check that Snakemake can keep its notes in a working folder, as it does for a look too.
+
+    Raises RoutewiseError that names whose it is.
+    """
+    state = folder / RECORDS.parent
+    place = state if state.is_dir() else folder
+    if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+        raise not_allowed(PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(place)))
 
 
 def own_run(study: str, outputs: Iterable[str] = ()) -> Run:
