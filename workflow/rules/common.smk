@@ -26,7 +26,7 @@ from routewise.plan import (
 )
 from routewise.progress import duration
 from routewise.results_format import check_format, mark_format, say_older
-from routewise.runs import begin_run, other_runs
+from routewise.runs import begin_run, check_open, other_runs
 from routewise.run_view import Job, job_name
 from routewise.study import check_study, read_yaml
 from routewise.takeover import take_over
@@ -49,9 +49,10 @@ def planned():
     try:
         if not workflow.is_main_process and (plan := thaw_plan()):
             return plan
-        check_format(
-            RESULTS
-        )  # a newer one stops here, before anything is fetched or planned
+        if workflow.is_main_process:
+            check_open()
+        # before anything is fetched or planned
+        check_format(RESULTS)
         for file in workflow.configfiles:
             read_yaml(Path(file))  # a key that stands twice is seen only in the file
         study = check_study(config, " + ".join(map(str, workflow.configfiles)))
@@ -74,7 +75,7 @@ def look_round():
             " disturb it",
             file=sys.stderr,
         )
-    for told in filter(None, [say_older(RESULTS)]):
+    if told := say_older(RESULTS):
         print(f"routewise: {told}", file=sys.stderr)
 
 
