@@ -322,6 +322,18 @@ def test_a_file_that_is_no_receipt_is_refused(tmp_path: Path) -> None:
             read_receipt(path)
 
 
+@pytest.mark.parametrize(("version", "hint"), [(0, "run its study again"), (99, "newer Routewise")])
+def test_a_receipt_of_another_schema_version_is_named(
+    made: MadeStudy, tmp_path: Path, version: int, hint: str
+) -> None:
+    path = tmp_path / "receipt.json"
+    path.write_text(json.dumps(receipt_of(made) | {"schema_version": version}))
+    with pytest.raises(RoutewiseError, match=f"schema version {version}") as error:
+        read_receipt(path)
+    assert str(path) in error.value.problem
+    assert hint in str(error.value.hint)
+
+
 def test_a_receipt_without_a_price_shows_no_figure_of_it(made: MadeStudy) -> None:
     receipt = receipt_of(made)
     assert receipt["price"]

@@ -266,3 +266,13 @@ def test_provenance_that_json_cannot_hold_leaves_nothing(tmp_path: Path) -> None
             {"a": object()},
         )
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "hint"), [(SCHEMA_VERSION - 1, "move the file away"), (99, "newer Routewise")]
+)
+def test_an_older_and_a_newer_file_are_told_apart(file: Path, version: int, hint: str) -> None:
+    rewrite(file, table_of(TABLES["prompts"], columns()), schema_version=version)
+    with pytest.raises(RoutewiseError, match=f"schema version {version}") as error:
+        read_table(file, TABLES["prompts"])
+    assert hint in str(error.value.hint)

@@ -519,7 +519,8 @@ def receipt_json(receipt: Mapping[str, Any]) -> str:
 def read_receipt(path: Path) -> dict[str, Any]:
     """Read and check a receipt.
 
-    Raises RoutewiseError where the file is absent, no JSON, or no valid receipt.
+    Raises RoutewiseError where the file is absent, no JSON, of another schema version, or no valid
+    receipt.
     """
     try:
         receipt = json.loads(path.read_text(encoding="utf-8"))
@@ -529,5 +530,14 @@ def read_receipt(path: Path) -> dict[str, Any]:
         raise RoutewiseError(f"{path}: not JSON ({error})", "make the receipt again") from error
     if not isinstance(receipt, dict):
         raise RoutewiseError(f"{path}: holds no receipt", "make the receipt again")
+    version = receipt.get("schema_version", SCHEMA_VERSION)  # where it lacks, the check says so
+    if version != SCHEMA_VERSION:
+        is_newer = isinstance(version, int) and version > SCHEMA_VERSION
+        raise RoutewiseError(
+            f"{path}: a receipt of schema version {version}, this Routewise reads {SCHEMA_VERSION}",
+            "read it with the newer Routewise that wrote it"
+            if is_newer
+            else "run its study again, or read it with the Routewise that wrote it",
+        )
     validate_receipt(receipt)
     return receipt
