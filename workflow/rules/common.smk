@@ -105,18 +105,19 @@ def as_words(*arguments):
 def model_inputs(model):
     """Return a model's GGUF and its record as inputs.
 
-    The date of the GGUF does not count: its path holds a digest of its content, and it may be a
-    link to a user's own file, which is touched or copied back at any time. The record is written
-    once, with it.
+    Their dates do not count: the path holds a digest of the content, the GGUF may be a link to a
+    user's own file, which is touched or copied back at any time, and the clocks of two hosts
+    differ. So it is with builds and prompts. Of cells the dates count: what is measured again may
+    have other rows.
     """
     plan = PLAN.models[model]
-    return {"model": ancient(str(plan.path)), "record": str(plan.document)}
+    return {"model": ancient(str(plan.path)), "record": ancient(str(plan.document))}
 
 
 @functools.cache
 def build_file(build, part="engine"):
-    """Return the build.json of a part of a build."""
-    return str(PLAN.builds[build].part_dir(part) / "build.json")
+    """Return the build.json of a part of a build as an input; its date does not count either."""
+    return ancient(str(PLAN.builds[build].part_dir(part) / "build.json"))
 
 
 def route_threads():

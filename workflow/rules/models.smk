@@ -39,7 +39,7 @@ rule obtain_model:
 rule quantize_model:
     input:
         unpack(lambda w: model_inputs(STUDY.models[w.model]["from"])),
-        tools=lambda w: tools_of(w.model),
+        tools=lambda w: ancient(tools_of(w.model)),
     output:
         gguf=str(RESULTS / "models" / "{key}" / "{model}.gguf"),
         record=str(RESULTS / "models" / "{key}" / "{model}.json"),

@@ -5,9 +5,7 @@ PROMPTS = {plan.digest: plan for plan in PLAN.prompts.values()}
 rule tokenize_prompts:
     input:
         unpack(lambda w: model_inputs(w.model)),
-        build=lambda w: str(
-            PLAN.builds[PROMPTS[w.digest].build].engine_dir / "build.json"
-        ),
+        build=lambda w: build_file(PROMPTS[w.digest].build),
     output:
         str(RESULTS / "prompts" / "{digest}" / "{model}.{prompts}.parquet"),
     log:

@@ -17,7 +17,7 @@ def cell_inputs(wildcards):
     inputs = {
         "build": build_file(planned.build),
         **model_inputs(planned.cell.model),
-        "prompts": str(planned.prompts.path),
+        "prompts": ancient(str(planned.prompts.path)),
     }
     return inputs | ({"plain": str(planned.plain)} if planned.plain else {})
 

@@ -15,7 +15,10 @@ def serve_of(wildcards):
 def serve_inputs(wildcards):
     """Return the files that a serving cell is measured from."""
     plan = serve_of(wildcards)
-    inputs = {**model_inputs(plan.cell.model), "prompts": str(plan.prompts.path)}
+    inputs = {
+        **model_inputs(plan.cell.model),
+        "prompts": ancient(str(plan.prompts.path)),
+    }
     if plan.build is not None:
         inputs["server"] = build_file(plan.build, "server")
     return inputs
