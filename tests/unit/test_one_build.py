@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from made_cells import MadeStudy, build, provenance
 from routewise.errors import RoutewiseError
-from routewise.one_build import Measured, host_scope, refuse_mixed
+from routewise.one_build import Measured, host_scope, other_host_sentence, refuse_mixed
 from routewise.table import SERVING_SWEEPS, build_tables, fingerprint_of
 
 MODEL = "small-q4_k_m"
@@ -109,6 +109,32 @@ def test_the_drivers_their_cells_and_what_to_do_are_named(made: MadeStudy) -> No
     assert "move the cell files" in str(error.value.hint)
     made.record("cpu-exact", "w8", device=driver("550.1"))
     build_tables(made.declared, made.write())
+
+
+def test_a_route_begun_with_another_driver_is_said_before_it_goes_on(made: MadeStudy) -> None:
+    def here(driver: str) -> dict[str, Any]:
+        machine = on()
+        return {"machine": machine, "device": {"device": "cuda", "gpus": [["H200", driver, "u"]]}}
+
+    made.record("cpu-exact", "w8", **here("550.54"))
+    [file] = [path for path in made.write() if path.name == f"replay.cpu-exact.{MODEL}.w8.parquet"]
+    planned = [file, file.with_name("not-yet.parquet")]
+    sentence = other_host_sentence("cpu-exact", planned, lambda: here("570.10"))
+    assert sentence is not None
+    told = 'device and driver was ["H200, driver 550.54"] and is ["H200, driver 570.10"]'
+    for part in ("route cpu-exact", "1 of its 2 cells", str(file), told, "not join"):
+        assert part in sentence
+    assert other_host_sentence("cpu-exact", planned, lambda: here("550.54")) is None
+
+    two = here("550.54")
+    two["device"]["gpus"].append(["A10", "550.54", "v"])
+    assert other_host_sentence("cpu-exact", planned, lambda: two) is None
+
+    def unasked() -> dict[str, Any]:
+        raise AssertionError("nothing would be added")
+
+    assert other_host_sentence("cpu-exact", planned[:1], unasked) is None
+    assert other_host_sentence("cpu-exact", planned[1:], unasked) is None
 
 
 def test_a_host_started_again_is_one_scope_and_another_module_is_not() -> None:

@@ -63,7 +63,9 @@ def test_what_is_written_is_read_back(file: Path) -> None:
     assert table.schema.equals(TABLES["prompts"].arrow)
     assert provenance == {"schema_version": SCHEMA_VERSION, "table": "prompts", **PROVENANCE}
     assert left_overs(file.parent, file) == []
-    assert stat.S_IMODE(file.stat().st_mode) == 0o644
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o666 & ~umask
 
 
 def test_the_same_rows_give_the_same_bytes(file: Path, tmp_path: Path) -> None:

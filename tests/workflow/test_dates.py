@@ -44,7 +44,8 @@ PARTS = {
     "builds": "builds/*/build.json",
     "models": "models/*/*",
     "prompts": "prompts/*/*",
-    "cells": "cells/*/*.w4.parquet",
+    "plain cells": "cells/*/*.plain.parquet",
+    "other cells": "cells/*/*.w4.parquet",
 }
 
 
@@ -59,7 +60,8 @@ def test_clocks_that_differ_measure_nothing_again(
         dated = sorted(bench.results.glob(pattern))
         assert dated, part
         move_dates(dated, lambda: skew_s)
-        left = set(bench.jobs_left(RECEIPT, *AS_IF_LARGE))
+        # of plain cells the contents decide: what is measured again may have other rows
+        left = set(bench.jobs_left(RECEIPT, *(() if "cells" in part else AS_IF_LARGE)))
         assert left <= (CHEAP if "cells" in part else set()), (part, left)
 
 

@@ -12,9 +12,11 @@ from snakemake.exceptions import WorkflowError
 
 from routewise import watch
 from routewise.dates import pull_back
-from routewise.device import TRUSTED, missing_devices
+from routewise.device import TRUSTED, identify_device, missing_devices
 from routewise.digest import canonical_json
 from routewise.errors import RoutewiseError, not_allowed
+from routewise.machine import describe_machine
+from routewise.one_build import other_host_sentence
 from routewise.plan import (
     FROZEN_PLAN,
     fetch_sources,
@@ -265,6 +267,27 @@ def mend_dates():
         )
 
 
+def other_hosts():
+    """Return a sentence for each route that another host or driver has begun to measure."""
+    files = {}
+    for path, plan in (*PLAN.cells.items(), *PLAN.serves.items()):
+        files.setdefault((plan.cell.route, path in PLAN.serves), []).append(Path(path))
+    found = []
+    for (route, _), paths in files.items():
+        if STUDY.routes[route].kind == "endpoint":
+            continue  # it runs anywhere
+        device = STUDY.routes[route].serving.device
+
+        def here(device=device):
+            return {
+                "machine": describe_machine(),
+                "device": identify_device(device),
+            }
+
+        found.append(other_host_sentence(route, paths, here))
+    return [sentence for sentence in found if sentence]
+
+
 def before_jobs():
     """Do what must be done before the first job of a run, and stop a run that cannot be made.
 
@@ -276,6 +299,8 @@ def before_jobs():
     elif any(job.rule.name != "explain" for job in workflow.dag.targetjobs):
         for error in missing_here():
             raise WorkflowError(str(error))
+        for sentence in other_hosts():
+            print(f"routewise: warning: {sentence}", file=sys.stderr)
     begin()
     announce_jobs()
 

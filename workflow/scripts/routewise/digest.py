@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -96,6 +97,15 @@ class DigestCache:
         self._fresh = {}
 
 
+def new_file_mode() -> int:
+    """Return the mode of a new file under this process's umask, which a temporary file ignores.
+
+    So a group that shares a folder (umask 002) may write over each other's files.
+    """
+    found = re.search(r"^Umask:\s*([0-7]+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return 0o666 & ~int(found[1], 8) if found else 0o644
+
+
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` in one step: the file is whole or as it was."""
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
@@ -104,7 +114,7 @@ def write_text(path: Path, text: str) -> None:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, new_file_mode())
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

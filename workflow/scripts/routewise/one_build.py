@@ -7,12 +7,14 @@ from the libraries that are replayed, so that the two parts of a route are looke
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from routewise.errors import RoutewiseError
 from routewise.machine import SCOPE_KEYS
+from routewise.schema.file import read_provenance
 
 #: Facts of a machine that bits may depend on, and what names an accelerator and its driver.
 _SCOPE_KEYS = (*SCOPE_KEYS, "gpu", "driver")
@@ -86,11 +88,48 @@ def refuse_mixed(measured: Iterable[Measured]) -> None:
             )
 
 
+def other_host_sentence(
+    route: str, files: Iterable[Path], here: Callable[[], Mapping[str, Any]]
+) -> str | None:
+    """Return how this host differs from the one that measured a route so far, or None.
+
+    ``files`` are all the cell files of one part of the route, made or not; ``here`` gives what a
+    cell would record of this host now (``machine``, ``device``), and is asked only where some are
+    made and some are not: then this host would add to what another one began.
+    """
+    planned = list(files)
+    made = [path for path in planned if path.is_file()]
+    if not made or len(made) == len(planned):
+        return None
+    newest = max(made, key=lambda path: str(read_provenance(path).get("ended_at") or ""))
+    before, now = host_scope(read_provenance(newest)), host_scope(here())
+    told = [
+        f"{key} was {before[key]} and is {now[key]}"
+        for key in before
+        if key in now and not _covers(now[key], before[key])
+    ]
+    if not told:
+        return None
+    return (
+        f"route {route}: {len(made)} of its {len(planned)} cells were measured on another host or "
+        f"driver, such as {newest}: {'; '.join(told)}. The others are measured here, nothing of "
+        "the first is adopted, and the tables will not join the two.\n"
+        "  try: to measure all of it here, move those cell files out of the cells folder now"
+    )
+
+
 _HINT = (
     "move the cell files of the one that is not meant out of the cells folder and run the "
     "workflow again: what was measured on the other stays in the store as fragments. To keep "
     "both, give each a route of its own"
 )
+
+
+def _covers(here: str, recorded: str) -> bool:
+    """Whether a fact of this host is the recorded one; of its cards, a cell names those it held."""
+    if here.startswith("[") and recorded.startswith("["):
+        return set(json.loads(recorded)) <= set(json.loads(here))
+    return here == recorded
 
 
 def _listed(groups: Mapping[str, list[Measured]]) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from routewise.digest import new_file_mode
 from routewise.errors import RoutewiseError
 
 SCHEMA_VERSION = 1
@@ -74,7 +75,7 @@ def write_table(
             pq.write_table(table, stream, compression="zstd", write_page_checksum=True)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, new_file_mode())
         os.replace(temporary, path)
     except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
