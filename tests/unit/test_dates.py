@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from routewise.dates import date_after, pull_back
+from routewise.dates import pull_back
 
 NOW_S = 1_800_000_000.0
 
@@ -35,30 +35,3 @@ def test_a_link_is_dated_and_not_the_users_file(tmp_path: Path) -> None:
     assert list(pull_back([link], NOW_S)) == [link]
     assert file.stat().st_mtime == NOW_S + 600
     assert link.lstat().st_mtime == NOW_S
-
-
-def test_what_is_made_of_a_file_from_the_future_has_its_date(tmp_path: Path) -> None:
-    ahead, behind = dated(tmp_path / "ahead", 600), dated(tmp_path / "behind", -600)
-    made, later = dated(tmp_path / "made", 0), dated(tmp_path / "later", 900)
-    date_after([made, later], [behind, ahead, tmp_path / "not there"])
-    assert made.stat().st_mtime == NOW_S + 600
-    assert later.stat().st_mtime == NOW_S + 900
-
-
-def test_what_is_made_of_older_files_keeps_its_date(tmp_path: Path) -> None:
-    behind, made = dated(tmp_path / "behind", -600), dated(tmp_path / "made", 0)
-    date_after([made], [behind])
-    date_after([made], [])
-    assert made.stat().st_mtime == NOW_S
-
-
-def test_a_links_own_date_counts_and_that_of_its_file(tmp_path: Path) -> None:
-    file, made = dated(tmp_path / "file", 600), dated(tmp_path / "made", 0)
-    link = tmp_path / "link"
-    link.symlink_to(file)
-    dated(link, 30)
-    date_after([made], [link])
-    assert made.stat().st_mtime == NOW_S + 600
-    dated(link, 700)
-    date_after([made], [link])
-    assert made.stat().st_mtime == NOW_S + 700

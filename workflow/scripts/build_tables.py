@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from routewise.dates import date_after
 from routewise.errors import report_errors
 from routewise.table import build_tables, write_tables
 
@@ -23,7 +22,6 @@ def main(study: dict[str, Any], cells: Sequence[Path], tables: Path) -> None:
     """Write the tables of ``study`` (its declaration) made from ``cells`` into ``tables``."""
     made = build_tables(study, cells)
     write_tables(tables, study, made)
-    date_after(tables.glob("*.parquet"), cells)
     rows = ", ".join(
         f"{name.removeprefix('study_')} {made[name].num_rows}" for name in sorted(made)
     )

@@ -12,7 +12,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from routewise.dates import date_after
 from routewise.errors import RoutewiseError, report_errors
 from routewise.pair import PairCell, compare_pair
 from routewise.watch import end_with_snakemake
@@ -27,7 +26,6 @@ def main(
     pair = PairCell.from_document(_document(cell))
     print(f"{pair.name}: writing {output}")
     print(f"{pair.name}: {compare_pair(pair, a, b, code_digest, output, inputs)}")
-    date_after([output], [a, b])
 
 
 def _document(text: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 from routewise import figure
-from routewise.dates import date_after
 from routewise.errors import report_errors
 from routewise.table import read_rows
 
@@ -27,7 +26,6 @@ def main(name: str, table: Path, svg: Path, png: Path) -> None:
     """Draw the figure ``name`` from its study table (a Parquet file) to ``svg`` and ``png``."""
     rows, study = read_rows(table, TABLES[name])
     figure.save_figure(getattr(figure, f"draw_{name}")(rows, study), [svg, png])
-    date_after([svg, png], [table])
     print(f"figure: {svg} and {png}")
 
 

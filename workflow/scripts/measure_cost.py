@@ -14,7 +14,6 @@ from typing import Any
 
 from routewise.claim import run_under_hold
 from routewise.cost import CostCell, measure_cost, serve_arm
-from routewise.dates import date_after
 from routewise.errors import report_errors
 from routewise.model import read_model
 from routewise.watch import end_with_snakemake
@@ -41,8 +40,6 @@ def main(
     print(f"cost {cell.model}: writing {output}")
     record = asdict(read_model(model))
     measure_cost(cell, model, record, code_digest, output, Path(__file__), inputs)
-    builds = [Path(arm.build) / "build.json" for arm in cell.arms]
-    date_after([output], [model, model.with_suffix(".json"), *builds])
 
 
 def _cell(text: str) -> CostCell:

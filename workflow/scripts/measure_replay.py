@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from routewise.cell import Cell, Inputs, measure_cell
-from routewise.dates import date_after
 from routewise.errors import report_errors
 from routewise.machine import set_engine_environment
 from routewise.model import read_model
@@ -44,8 +43,6 @@ def main(
     record = asdict(read_model(model))
     files = Inputs(build, model, record, prompts, store, code_digest, inputs)
     measure_cell(cell, files, output, plain)
-    made_of = [build / "build.json", model, model.with_suffix(".json"), prompts]
-    date_after([output], made_of if plain is None else [*made_of, plain])
 
 
 def _cell(text: str) -> Cell:

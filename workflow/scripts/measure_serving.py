@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from routewise.dates import date_after
 from routewise.dispatch_cell import measure_dispatch
 from routewise.errors import report_errors
 from routewise.model import read_model
@@ -42,8 +41,6 @@ def main(
     files = ServeInputs(server, model, record, prompts, store, logs, code_digest, inputs)
     measure = measure_dispatch if cell.sweep == "dispatch" else measure_serving
     measure(cell, files, output)
-    made_of = [model, model.with_suffix(".json"), prompts]
-    date_after([output], made_of if server is None else [*made_of, server / "build.json"])
 
 
 def _cell(text: str) -> ServeCell:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from routewise.dates import date_after
 from routewise.errors import report_errors
 from routewise.model import ModelPlan
 from routewise.obtain import quantize
@@ -30,8 +29,6 @@ def main(
     """Make ``output`` and its record; see :func:`routewise.obtain.quantize`."""
     plan = ModelPlan(name, "quantize", key, output, {"type": type}, base, tool_digest)
     record = quantize(plan, tool, threads=threads, log=log)
-    tools = tool.parent.parent / "build.json"
-    date_after([output, output.with_suffix(".json")], [base, base.with_suffix(".json"), tools])
     print(f"{output}: {record.n_bytes:,} bytes, tensors {record.tensor_types}")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from routewise.dates import date_after
 from routewise.engine import load_engine
 from routewise.errors import report_errors
 from routewise.gguf_check import check_gguf
@@ -50,8 +49,6 @@ def main(prompts: Path, model: Path, library_dir: Path, context: int | None, out
         "engine_identity": engine.identity,
     }
     write_table(output, PROMPTS, table_of(PROMPTS, columns), provenance)
-    build = library_dir.parent / "build.json"
-    date_after([output], [build, model, model.with_suffix(".json")])
     counts = ", ".join(
         f"{name} {len(ids)}+{n_asked}"
         for name, ids, n_asked in zip(

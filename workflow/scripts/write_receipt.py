@@ -6,7 +6,6 @@ import argparse
 import sys
 from pathlib import Path
 
-from routewise.dates import date_after
 from routewise.document import receipt_markdown
 from routewise.errors import report_errors
 from routewise.history import keep_receipt
@@ -26,7 +25,6 @@ def main(tables: Path, json_file: Path, markdown: Path, history: Path | None = N
     markdown.parent.mkdir(parents=True, exist_ok=True)
     document = receipt_markdown(read_receipt(json_file))
     markdown.write_text(document, encoding="utf-8")
-    date_after([json_file, markdown], tables.glob("*.parquet"))
     if history is not None:
         print(f"kept as {keep_receipt(history, text, document)}")
     print(f"receipt: {json_file} and {markdown}")

@@ -1,8 +1,7 @@
 """Files dated ahead of this host's clock, as a host whose clock is fast leaves them.
 
 Snakemake fails a job, and removes what it made, where the output is dated before an input. What a
-file holds is known by digests here, so that its date may be set to what it can be at most, now; and
-what a job makes may be dated to the newest of its inputs.
+file holds is known by digests here, so that its date may be set to what it can be at most: now.
 """
 
 from __future__ import annotations
@@ -31,19 +30,3 @@ def pull_back(paths: Iterable[Path], now_s: float | None = None) -> dict[Path, f
         except OSError:
             continue
     return ahead_s
-
-
-def date_after(made: Iterable[Path], of: Iterable[Path]) -> None:
-    """Date each file of ``made`` to the newest of the files ``of``, where its own date is before.
-
-    Of a link, its own date counts and that of what it names. What is not there does not count.
-    Raises OSError where a file of ``made`` is absent or another user's.
-    """
-    dates_ns = [0]
-    for path in of:
-        if path.exists():
-            dates_ns += [path.stat().st_mtime_ns, path.lstat().st_mtime_ns]
-    newest_ns = max(dates_ns)
-    for path in made:
-        if path.stat().st_mtime_ns < newest_ns:
-            os.utime(path, ns=(newest_ns, newest_ns))
