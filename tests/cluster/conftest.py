@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import yaml
@@ -72,14 +72,19 @@ class ClusterBench(Bench):
         return Run(self, self.command(*arguments), {**os.environ, **plugins, **environment})
 
 
+def do_without(reason: str) -> NoReturn:
+    """Skip a test that needs a cluster, or fail where one is required."""
+    message = f"no Slurm cluster can be brought up here: {reason}"
+    if os.environ.get(REQUIRED) == "required":
+        pytest.fail(message)
+    pytest.skip(f"{message} ({REQUIRED}=required makes this a failure)")
+
+
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Slurm]:
     """Return the running cluster; skip, or fail where it is required, where none can be."""
     if reason := what_is_missing():
-        message = f"no Slurm cluster can be brought up here: {reason}"
-        if os.environ.get(REQUIRED) == "required":
-            pytest.fail(message)
-        pytest.skip(f"{message} ({REQUIRED}=required makes this a failure)")
+        do_without(reason)
     with slurm_cluster() as cluster:
         yield cluster
 

@@ -29,7 +29,8 @@ STATE = Path("/run/routewise-test-slurm")
 LOCK = Path("/run/routewise-test-slurm.lock")
 ETC = Path("/etc/slurm")
 CONFIGURATION = ("slurm.conf", "gres.conf", "cgroup.conf")
-KEPT = "kept"
+KEPT = ".kept-by-routewise-tests"
+MARK = "# made by the tests of Routewise, and removed by them"
 BRIDGE = "rwbridge"
 CONTROLLER_ADDRESS = "10.213.77.1"
 PROGRAMS = (
@@ -254,19 +255,22 @@ def _bring_up(slurm: Slurm) -> None:
 
 
 def _write_configuration() -> None:
-    kept = STATE / KEPT
-    kept.mkdir()
     ETC.mkdir(exist_ok=True)
-    for name in CONFIGURATION:
-        if (ETC / name).exists():
-            os.replace(_copied(ETC / name, kept / f".{name}"), kept / name)
+    (STATE / "state").mkdir()
     for name, text in configuration().items():
-        (ETC / name).write_text(text)
-    (STATE / "configured").touch()
+        if (ETC / name).exists():
+            os.replace(ETC / name, ETC / f"{name}{KEPT}")
+        (ETC / name).write_text(f"{MARK}\n{text}")
 
 
-def _copied(source: Path, target: Path) -> Path:
-    return Path(shutil.copy2(source, target))
+def restore_configuration() -> None:
+    """Put back what lay in /etc/slurm; also after a kill and a reboot, for it is kept there."""
+    for name in CONFIGURATION:
+        ours, kept = ETC / name, ETC / f"{name}{KEPT}"
+        if ours.exists() and ours.read_text().startswith(MARK):
+            ours.unlink()
+        if kept.exists() and not ours.exists():
+            os.replace(kept, ours)
 
 
 def configuration() -> dict[str, str]:
@@ -311,7 +315,6 @@ def configuration() -> dict[str, str]:
         slurm.append(f"PartitionName={name} Nodes={members} Default={default} State=UP")
     gres = ["AutoDetect=off"]
     gres += [f"NodeName={node.name} Name={node.device} File={node.device_file}" for node in NODES]
-    (STATE / "state").mkdir(exist_ok=True)
     return {
         "slurm.conf": "\n".join(slurm) + "\n",
         "gres.conf": "\n".join(gres) + "\n",
@@ -344,11 +347,7 @@ def take_down() -> None:
     for name in (BRIDGE, *(f"{node.name}-o" for node in NODES)):
         if f" {name}:" in links or f" {name}@" in links:
             subprocess.run(["ip", "link", "delete", name], capture_output=True, check=False)
-    if (STATE / "configured").exists():
-        for name in CONFIGURATION:
-            (ETC / name).unlink(missing_ok=True)
-            if (STATE / KEPT / name).exists():
-                shutil.copy2(STATE / KEPT / name, ETC / name)
+    restore_configuration()
     shutil.rmtree(STATE, ignore_errors=True)
 
 
@@ -373,9 +372,11 @@ def what_is_left() -> list[str]:
                 name = Path(command[0].decode(errors="replace")).name
                 if name in ("slurmctld", "slurmd", "slurmstepd:", "slurmstepd"):
                     left.append(f"{entry.name}: {name}")
-    configured = ETC / "slurm.conf"
-    if configured.exists() and str(STATE) in configured.read_text():
-        left.append(str(configured))
+    for name in CONFIGURATION:
+        if (ETC / name).exists() and (ETC / name).read_text().startswith(MARK):
+            left.append(str(ETC / name))
+        if (ETC / f"{name}{KEPT}").exists():
+            left.append(f"{ETC / name}{KEPT}")
     return left
 
 
