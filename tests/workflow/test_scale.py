@@ -57,3 +57,17 @@ def test_a_page_without_a_place_for_the_table_is_left_alone(tmp_path: Path) -> N
     with pytest.raises(SystemExit, match="has no lines"):
         scale.write_into(page, "a table")
     assert page.read_text() == "no table here\n"
+
+
+def test_a_large_study_is_made_in_batches(tmp_path: Path) -> None:
+    interpreter = scale.make_stub(tmp_path / "stub")
+    (tmp_path / "study").mkdir()
+    study = scale.make_study(SMALL, tmp_path / "study")
+    ours = scale.Workflow(tmp_path / "ours", scale.ROOT / "Snakefile", study, interpreter)
+    results = tmp_path / "ours/results"
+    ours.sample("--batch", "build_tables=1/2")
+    assert 0 < len(list(results.glob("cells/*/*.parquet"))) < SMALL.n_cells
+    assert not (results / "large").exists()
+    ours.sample("--batch", "build_tables=2/2")
+    assert len(list(results.glob("cells/*/*.parquet"))) == SMALL.n_cells
+    assert (results / "large/receipt.json").is_file()
