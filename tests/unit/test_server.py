@@ -21,11 +21,11 @@ import psutil
 import pytest
 from routewise import server as server_module
 from routewise.errors import RoutewiseError
+from routewise.health import Health
 from routewise.identity import Identity
 from routewise.port import free_port, is_port_free, listening_inodes, socket_inodes
 from routewise.process import server_environment
 from routewise.server import (
-    Health,
     Launch,
     Server,
     StopProof,

@@ -207,12 +207,20 @@ def normalised_digest(path: Path, cache: DigestCache | None = None) -> str:
 # --------------------------------------------------------------------------------- measuring code
 
 
-def code_files(script: Path, cache: DigestCache | None = None) -> list[Path]:
+#: What each file of one folder of scripts imports, for scripts that are looked at together.
+Imports = dict[Path, list[Path]]
+
+
+def code_files(
+    script: Path, cache: DigestCache | None = None, known: Imports | None = None
+) -> list[Path]:
     """Return the script and every file of ours that it imports, however far down, sorted.
 
     Ours is what lies in the script's folder or below it. Files that a module names in
-    ``MEASURES_WITH`` count too. Raises RoutewiseError where one of them does not exist.
+    ``MEASURES_WITH`` count too. ``known`` is filled, so that scripts of one folder that share
+    modules have each looked at once. Raises RoutewiseError where one of them does not exist.
     """
+    known = {} if known is None else known
     root = Path(script).resolve().parent
     found: set[Path] = set()
     queue = [Path(script).resolve()]
@@ -221,29 +229,45 @@ def code_files(script: Path, cache: DigestCache | None = None) -> list[Path]:
         if path in found:
             continue
         found.add(path)
-        if path.suffix != ".py":
-            continue
-        imports, extras = _references(path, cache)
-        for level, module in imports:
-            base = path.parents[level - 1] if level else root
-            queue.extend(_module_files(base, module))
-        for extra in extras:
-            named = (path.parent / extra).resolve()
-            if not named.is_file():
-                raise RoutewiseError(
-                    f"{path}: {EXTRA_FILES_NAME} names {extra}, which does not exist",
-                    "name files relative to the module",
-                )
-            queue.append(named)
+        if path not in known:
+            known[path] = _named_files(path, root, cache)
+        queue.extend(known[path])
     return sorted(found)
 
 
-def code_digest(script: Path, cache: DigestCache | None = None) -> str:
-    """Return one digest of the meaning of a script and of everything of ours that it imports."""
-    return digest_of([[file, digest] for file, digest in code_parts(script, cache).items()])
+def _named_files(path: Path, root: Path, cache: DigestCache | None) -> list[Path]:
+    """Return the files of ours that one file imports or names."""
+    if path.suffix != ".py":
+        return []
+    imports, extras = _references(path, cache)
+    found: dict[Path, None] = {}
+    for level, module in imports:
+        base = path.parents[level - 1] if level else root
+        found.update(dict.fromkeys(_module_files(base, module)))
+    for extra in extras:
+        named = (path.parent / extra).resolve()
+        if not named.is_file():
+            raise RoutewiseError(
+                f"{path}: {EXTRA_FILES_NAME} names {extra}, which does not exist",
+                "name files relative to the module",
+            )
+        found[named] = None
+    return list(found)
 
 
-def code_parts(script: Path, cache: DigestCache | None = None) -> dict[str, str]:
+def code_digest(
+    script: Path, cache: DigestCache | None = None, known: Imports | None = None
+) -> str:
+    """Return one digest of the meaning of a script and of everything of ours that it imports.
+
+    ``known`` as in :func:`code_files`.
+    """
+    return digest_of([[file, digest] for file, digest in code_parts(script, cache, known).items()])
+
+
+def code_parts(
+    script: Path, cache: DigestCache | None = None, known: Imports | None = None
+) -> dict[str, str]:
     """Return the digest of each file that :func:`code_digest` covers, by its name, sorted.
 
     Names are relative to the script's folder.
@@ -251,7 +275,7 @@ def code_parts(script: Path, cache: DigestCache | None = None) -> dict[str, str]
     root = Path(script).resolve().parent
     return {
         os.path.relpath(path, root): normalised_digest(path, cache)
-        for path in code_files(script, cache)
+        for path in code_files(script, cache, known)
     }
 
 

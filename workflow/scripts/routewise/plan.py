@@ -36,7 +36,7 @@ from routewise.digest import (
 from routewise.errors import RoutewiseError
 from routewise.inputs import fields_json, inputs_json, json_digest, write_manifest
 from routewise.model import ModelPlan, plan_model
-from routewise.normalise import code_digest, code_parts
+from routewise.normalise import Imports, code_digest, code_parts
 from routewise.patch import load_patch
 from routewise.prompt import PromptPlan, load_prompts, prompts_digest
 from routewise.route import Route
@@ -226,8 +226,9 @@ def plan_study(study: Study, results: Path, root: Path) -> StudyPlan:
         for name in study.models
     }
     scripts = root / "workflow" / "scripts"
+    imports: Imports = {}
     code = {
-        name: code_digest(scripts / f"{name}.py", cache)
+        name: code_digest(scripts / f"{name}.py", cache, imports)
         for name in (*MEASURING_SCRIPTS, *REPORTING_SCRIPTS)
     }
     prompts = _plan_prompts(study, results, builds, models, code["tokenize_prompts"])
@@ -358,6 +359,7 @@ def _plan_replay(
     cells: dict[str, CellPlan] = {}
     if study.replay is None:
         return cells
+    cells_dir = results / "cells"
     for route_name in study.replay["routes"]:
         route = study.routes[route_name]
         build = _build_of(route)
@@ -365,6 +367,8 @@ def _plan_replay(
         if device == "cpu":
             claim = None  # other jobs beside it cost time, and no bit
         env = {**REPLAY_ENVIRONMENT, **route.env}
+        settings = asdict(route.settings)
+        held = None if device == "cpu" else _claimed(device, claim)
         variants = {
             variant: variant_parameters(variant, study.replay)
             for variant in (PLAIN_VARIANT, *study.replay_variants(route_name))
@@ -378,11 +382,11 @@ def _plan_replay(
                     {
                         "sweep": "replay",
                         "variant": variant,
-                        "settings": route.settings,
+                        "settings": settings,
                         "parameters": parameters,
                         "env": env,
                         "build": builds[build].digest,
-                        "device": None if device == "cpu" else _claimed(device, claim),
+                        "device": held,
                         "host": route.host,
                         "model": models[model].key,
                         "prompts": prompt_plan.digest,
@@ -392,7 +396,7 @@ def _plan_replay(
                 )
                 digest = json_digest(inputs)
                 name = f"replay.{route_name}.{model}.{variant}.parquet"
-                path = results / "cells" / digest / name
+                path = cells_dir.joinpath(digest, name)
                 cell = Cell(
                     sweep="replay",
                     route=route_name,

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 from routewise.claim import ClaimSpec
 from routewise.engine import Settings
+from routewise.health import Health
 from routewise.reply import Speech
-from routewise.server import Health
 
 #: Of every route.
 ROUTE_DEFAULTS: dict[str, Any] = {

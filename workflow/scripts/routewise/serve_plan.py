@@ -127,6 +127,7 @@ def plan_serving(
 ) -> dict[str, ServePlan]:
     """Return all serving cells of a study by path; ``code`` is the measuring script's digest."""
     plans: dict[str, ServePlan] = {}
+    cells_dir = results / "cells"
     for sweep in SERVING_SWEEPS:
         entry = study.sweeps.get(sweep)
         for route in [study.routes[name] for name in entry["routes"]] if entry else ():
@@ -152,7 +153,7 @@ def plan_serving(
                     digest = json_digest(inputs)
                     cell = replace(cell, digest=digest)
                     name = f"{sweep}.{route.name}.{model}.{variant}.parquet"
-                    path = results / "cells" / digest / name
+                    path = cells_dir.joinpath(digest, name)
                     plans[str(path)] = ServePlan(cell, route.build, prompt_plan, path, inputs)
     return plans
 

@@ -30,6 +30,7 @@ from typing import IO, Any, NoReturn, TypeVar
 import httpx
 
 from routewise.errors import Misspoken, RoutewiseError
+from routewise.health import USUAL, Health
 from routewise.identity import ANYONE, compare_process, compare_props
 from routewise.identity import Identity as Identity  # asked for with a launch
 from routewise.port import free_port, is_port_free, listening_inodes, socket_inodes
@@ -55,20 +56,6 @@ _LOG_BYTES = 1 << 17
 
 
 @dataclass(frozen=True)
-class Health:
-    """What a route's health address means.
-
-    ``path`` is None where a route has no such address: then the tiny completion alone decides.
-    ``ready`` are the HTTP statuses that say 'loaded'; ``alive`` those that are no sign of trouble
-    later on (one engine says 503 whenever it is idle).
-    """
-
-    path: str | None = "/health"
-    ready: tuple[int, ...] = (200,)
-    alive: tuple[int, ...] = (200, 503)
-
-
-@dataclass(frozen=True)
 class Launch:
     """How to start one server.
 
@@ -81,7 +68,7 @@ class Launch:
     log: Path
     probe: Callable[[str], None]
     env: Mapping[str, str] = field(default_factory=dict)
-    health: Health = Health()
+    health: Health = USUAL
     identity: Identity = ANYONE
     host: str = "127.0.0.1"
     start_limit_s: float = 600.0
@@ -447,7 +434,7 @@ def attach(
     url: str,
     probe: Callable[[str], None],
     *,
-    health: Health = Health(),
+    health: Health = USUAL,
     identity: Identity = ANYONE,
     stall_s: float = 120.0,
     limit_s: float = ATTACH_LIMIT_S,
