@@ -160,7 +160,7 @@ def test_kinds_not_seen_are_named_and_too_many_silence_it() -> None:
     assert view.left_s() == (None, 2)
     view, clock = view_of(job(1), job(2), job(3), job(4, "other"))
     run(view, clock, 1, 30)
-    assert view.line().endswith("estimate: less than 1 min left, and 1 jobs of kinds not seen yet")
+    assert view.line().endswith("estimate: less than 1 min left, and 1 job of kinds not seen yet")
 
 
 def test_hours_are_told_as_hours() -> None:

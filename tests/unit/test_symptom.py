@@ -28,9 +28,11 @@ LINES = [
     ("missing", "failed to open GGUF file '/m.gguf' (No such file or directory)"),
     ("missing", "/models/model.q4nx does not exist"),
     ("instruction", "Illegal instruction (core dumped)"),
+    ("assertion", "llama-vocab.cpp:3: GGML_ASSERT(type != LLAMA_VOCAB_TYPE_NONE) failed"),
 ]
 #: What a healthy start says.
 HARMLESS = """
+warning: no usable GPU found, --gpu-layers option will be ignored
 I srv  llama_server: initializing ...
 W srv  llama_server: security: no API key is set and CORS allows all origins
 I srv    load_model: loading model 'smollm2-q4_k_m.gguf'

@@ -30,6 +30,20 @@ def test_a_finished_study_has_nothing_to_do(chain: Bench, tmp_path: Path) -> Non
     assert times_of(bench) == before
 
 
+def test_what_was_removed_is_made_again(chain: Bench, tmp_path: Path) -> None:
+    """Though the receipt that was made of it is there."""
+    bench = chain.copy(tmp_path / "copy")
+    end = {"build_tables": 1, "write_receipt": 1, "draw_figure": 3, "all": 1}
+    for folder in ("tables", "figures"):
+        kept = shutil.move(bench.results / "small" / folder, tmp_path / folder)
+        assert bench.jobs_left() == (end if folder == "tables" else {"draw_figure": 3, "all": 1})
+        shutil.move(kept, bench.results / "small" / folder)
+    bench.cells()["replay.cpu-exact.small.w4"].unlink()
+    assert bench.jobs_left() == {"measure_replay": 1, **end}
+    gate = {"build_tables": 1, "write_receipt": 1, "check": 1}
+    assert bench.jobs_left("check") == {"measure_replay": 1, **gate}
+
+
 def test_touched_files_rerun_nothing(stock: Bench, repository: Path, tmp_path: Path) -> None:
     """Dates move with every checkout and copy: only meaning counts."""
     bench = stock.copy(tmp_path / "copy")

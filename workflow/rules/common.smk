@@ -8,6 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from snakemake.cli import parse_args
 from snakemake.exceptions import WorkflowError
 
 from routewise import watch
@@ -70,11 +71,11 @@ def look_round():
     """Say what a person should know before a run: who else runs here, and what results are old."""
     take_over()
     for other in other_runs():
-        runs = "is running" if other.certain else "may be running"
+        works = "works" if other.certain else "may work"
         print(
-            f"routewise: {runs} in this folder: {other.run.who()}. What it makes is not made"
-            f" twice: {other.advice()}. A dry run, `explain` and `python -m routewise` do not"
-            " disturb it",
+            f"routewise: another run {works} in this folder: {other.run.who()}. What it makes is"
+            f" not made twice: {other.advice()}. Never use --unlock meanwhile. A dry run, `explain`"
+            " and `python -m routewise` do not disturb it",
             file=sys.stderr,
         )
     if told := say_older(RESULTS):
@@ -130,9 +131,16 @@ def route_threads():
     return at_hand(lambda wildcards: STUDY.routes[wildcards.route].settings.threads)
 
 
+@functools.cache
+def meant_for_cluster():
+    """Say whether command and profile ask for a scheduler; a dry run forgets that they do."""
+    _, arguments = parse_args(sys.argv[1:])
+    return arguments.executor not in (None, "local", "dryrun", "touch")
+
+
 def on_cluster():
-    """Say whether jobs go to a scheduler, which is asked for what a host has."""
-    return workflow.non_local_exec
+    """Say whether jobs go to a scheduler, or would; it is asked for what a host has."""
+    return workflow.non_local_exec or (workflow.dryrun and meant_for_cluster())
 
 
 def whole_machine(wildcards):
@@ -312,7 +320,8 @@ if workflow.is_main_process:
     with contextlib.suppress(PermissionError):  # a look at somebody else's folder
         write_cell_list(PLAN)
     for error in missing_here():
-        print(f"routewise: warning: {error.problem}", file=sys.stderr)
+        if not meant_for_cluster():
+            print(f"routewise: warning: {error.problem}", file=sys.stderr)
 STUDY = PLAN.study
 
 # jobs use this interpreter, and CMake and ninja beside it; and they end when this process does

@@ -62,6 +62,7 @@ rule write_receipt:
         str(RESULTS / "logs" / "write_receipt" / f"{STUDY.name}.log"),
     params:
         folder=str(FOLDER / "tables"),
+        cells=str(PLAN.cell_list),  # of other cells it is another receipt, whatever the dates say
         code=PLAN.code["write_receipt"],
     conda:
         "../../envs/measure.yaml"
@@ -81,6 +82,7 @@ rule draw_figure:
     wildcard_constraints:
         figure=one_of(FIGURE_NAMES),
     params:
+        cells=str(PLAN.cell_list),
         code=PLAN.code["draw_figure"],
     conda:
         "../../envs/measure.yaml"
@@ -91,13 +93,15 @@ rule draw_figure:
 
 rule check:
     input:
-        RECEIPT,
+        receipt=RECEIPT,
+        tables=TABLES.values(),
+        cells=PLAN.cell_paths(),
     log:
         str(RESULTS / "logs" / "check" / f"{STUDY.name}.log"),
     conda:
         "../../envs/measure.yaml"
     shell:
-        "python {SCRIPTS}/check_study.py --receipt {input} 2>&1 | tee {log}"
+        "python {SCRIPTS}/check_study.py --receipt {input.receipt} 2>&1 | tee {log}"
 
 
 rule explain:

@@ -267,7 +267,7 @@ class RunView:
         parts = [f"done {self.n_done}" + (f" of {self.total}" if self.total else "")]
         if self._running:
             jobs = [_shown(running.job) for running in self._running.values()]
-            named = ", ".join(jobs[:n_shown]) or f"{len(jobs)} jobs"
+            named = ", ".join(jobs[:n_shown]) or _jobs(len(jobs))
             more = f" and {len(jobs) - n_shown} more" if len(jobs) > n_shown > 0 else ""
             parts.append(f"{'submitted' if self.submits else 'running'}: {named}{more}")
         if waiting := self.waiting():
@@ -295,7 +295,11 @@ class RunView:
             text = f"estimate: about {round(left_s / 60)} min left"
         else:
             text = f"estimate: about {left_s / 3600:.1f} h left"
-        return text + (f", and {n_unknown} jobs of kinds not seen yet" if n_unknown else "")
+        return text + (f", and {_jobs(n_unknown)} of kinds not seen yet" if n_unknown else "")
+
+
+def _jobs(n: int) -> str:
+    return "1 job" if n == 1 else f"{n} jobs"
 
 
 def _if_any(n: int, words: str) -> str:

@@ -42,7 +42,7 @@ MEANINGS = (
     Meaning(
         "device",
         r"no CUDA-capable device|CUDA driver version is insufficient|libcuda\.so"
-        r"|ggml_cuda_init: failed|no device registered|no usable GPU|hsa_init|libhsa"
+        r"|ggml_cuda_init: failed|no device registered|(?<!warning: )no usable GPU|hsa_init|libhsa"
         r"|HSA_STATUS_ERROR|invalid device(: |$)|ErrorIncompatibleDriver|no (GPU|NPU) (was )?found"
         r"|couldn't open device|No such device",
         "no usable device: its driver is missing or too old, or the device is hidden from this job",
@@ -88,6 +88,12 @@ MEANINGS = (
         r"illegal instruction",
         "the program was built for another processor",
         "build it on this machine, or for its instruction set",
+    ),
+    Meaning(
+        "assertion",  # last: what failed before it says more
+        r"GGML_ASSERT\(",
+        "the server gave up on a condition that it takes for granted, which its log names",
+        "see whether the model has what the sweep asks for, such as a tokenizer for text",
     ),
 )
 _SIGNALS = {
