@@ -313,8 +313,10 @@ def before_jobs():
     announce_jobs()
 
 
+gc.disable()
 PLAN = planned()
 gc.freeze()  # the plan stays: what collects garbage need not walk through it again and again
+gc.enable()
 if workflow.is_main_process:
     look_round()
     with contextlib.suppress(PermissionError):  # a look at somebody else's folder
