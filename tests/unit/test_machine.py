@@ -37,7 +37,7 @@ def test_a_description_says_what_bits_may_depend_on() -> None:
     described = describe_machine()
     assert described["n_cores"] == len(os.sched_getaffinity(0))
     assert described["kind"].startswith(f"{described['n_cores']}-core ")
-    assert set(device_scope(described)) == {"cpu_model", "n_cores", "cpu_flags_digest", "libc"}
+    assert set(device_scope(described)) == {"cpu_model", "cpu_flags_digest", "libc"}
     assert describe_machine() == described
 
 
@@ -47,6 +47,15 @@ def test_another_kernel_or_python_moves_no_fragment_but_other_flags_do() -> None
     assert device_scope(same) == device_scope(described)
     other = {**described, "cpu_flags_digest": "0" * 16}
     assert device_scope(other) != device_scope(described)
+
+
+def test_fewer_cores_for_a_job_are_the_same_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    described = describe_machine()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    masked = describe_machine()
+    assert (described["n_cores"], masked["n_cores"]) == (3, 1)
+    assert device_scope(masked) == device_scope(described)
 
 
 @pytest.mark.parametrize(

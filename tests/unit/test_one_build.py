@@ -63,6 +63,11 @@ def test_two_hosts_of_a_route_are_refused(made: MadeStudy) -> None:
     assert "must-not-leave" not in str(error.value)
 
 
+def test_a_job_that_had_fewer_cores_is_joined_with_the_others(made: MadeStudy) -> None:
+    made.record("cpu-exact", "w8", machine=on(n_cores=1))
+    build_tables(made.declared, made.write())
+
+
 def test_nothing_of_the_tables_is_written_then(made: MadeStudy, tmp_path: Path) -> None:
     made.record("cpu-exact", "w8", build=build("cpu-exact") | {"fingerprint": "e" * 64})
     folder = tmp_path / "tables"

@@ -12,8 +12,9 @@ from typing import Any
 from routewise.digest import digest_of
 from routewise.watch import stat_fields
 
-#: What of a machine the bits of a result may depend on.
-SCOPE_KEYS = ("cpu_model", "n_cores", "cpu_flags_digest", "libc")
+#: What of a machine the bits of a result may depend on. Not the cores that a job may use: a route
+#: sets its threads and reads them back, and a scheduler or ``taskset`` gives each job other cores.
+SCOPE_KEYS = ("cpu_model", "cpu_flags_digest", "libc")
 
 #: Only these environment variables of the engine's family reach a measurement: those that the
 #: route names. Anything else beginning like this would move numbers or times unseen.
