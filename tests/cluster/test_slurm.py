@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -54,28 +52,3 @@ def test_what_lay_in_the_folder_is_put_back(
         cluster.restore_configuration()
         assert {path.name for path in tmp_path.iterdir()} == {"slurm.conf"}
         assert (tmp_path / "slurm.conf").read_text() == "the site's own"
-
-
-@pytest.mark.parametrize(
-    ("state", "said"),
-    [
-        ("COMPLETED", "success"),
-        ("PENDING", "running"),
-        ("RUNNING", "running"),
-        ("NODE_FAIL", "failed"),
-        ("CANCELLED", "failed"),
-        ("", "failed"),
-    ],
-)
-def test_the_state_of_a_job_in_the_words_of_the_generic_executor(
-    repository: Path, tmp_path: Path, state: str, said: str
-) -> None:
-    """A job that nobody knows any more has not succeeded."""
-    scontrol = tmp_path / "scontrol"
-    shown = f"echo JobId=$4 JobState={state} Reason=None" if state else "exit 1"
-    scontrol.write_text(f"#!/bin/sh\n{shown}\n")
-    scontrol.chmod(0o755)
-    command = [str(repository / "profiles/cluster-generic/status-slurm"), "7"]
-    path = {"PATH": os.pathsep.join([str(tmp_path), os.environ["PATH"]])}
-    done = subprocess.run(command, env=path, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{said}\n"
