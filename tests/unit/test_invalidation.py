@@ -192,6 +192,17 @@ def test_an_edit_runs_what_it_feeds_and_no_more(
     assert table[name] == expected
 
 
+def test_the_order_of_routes_decides_nothing(tmp_path: Path, repository: Path) -> None:
+    """Of a CUDA and a CPU route, whose tokenizer is the same, the CUDA one stands first."""
+    house = make_house(tmp_path, repository)
+    house.study["sweeps"]["replay"]["routes"].reverse()
+    before = stages(house.plan())
+    house.edit(CUDA, "//", "int x; //")
+    after = stages(house.plan())
+    found = {stage for stage in COLUMNS if after[stage] - before[stage]}
+    assert found == {"CUDA engine", "CUDA replay", *TAIL}
+
+
 def test_the_document_is_the_table(table: dict[str, set[str]], repository: Path) -> None:
     lines = [f"| edit | {' | '.join(COLUMNS)} |", f"| --- |{' --- |' * len(COLUMNS)}"]
     for name, runs in table.items():

@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 from routewise.agree import agree_summary
 from routewise.errors import RoutewiseError
+from routewise.normalise import code_digest
 from routewise.pair import NOT_ARITHMETIC_ONLY, PICK, PairCell, compare_pair
 from routewise.schema.file import read_table
 from routewise.schema.study import TABLES
@@ -311,6 +312,10 @@ def test_a_cell_that_is_none_is_refused(changes: dict[str, Any], words: str) -> 
 # --------------------------------------------------------------------------------------- script
 
 
+def planned(repository: Path) -> str:
+    return code_digest(repository / "workflow" / "scripts" / "compare_routes.py")
+
+
 def run_script(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     script = repository / "workflow" / "scripts" / "compare_routes.py"
     command = [sys.executable, str(script), *arguments]
@@ -320,13 +325,32 @@ def run_script(repository: Path, *arguments: str) -> subprocess.CompletedProcess
 def test_the_script_writes_the_cell(pair: Pair, repository: Path) -> None:
     a, b = pair.paths()
     output = pair.folder / "new" / "agree.parquet"
-    files = ["--a", str(a), "--b", str(b), "--code-digest", "c" * 64, "--output", str(output)]
+    files = [
+        "--a",
+        str(a),
+        "--b",
+        str(b),
+        "--code-digest",
+        planned(repository),
+        "--output",
+        str(output),
+    ]
     done = run_script(repository, "--cell", json.dumps(document()), *files)
     assert done.returncode == 0, done.stderr
     assert "48 positions of 3 replies, matched by ids" in done.stdout
     table, told = read_table(output, TABLES["agree"])
     assert table.num_rows == 48
-    assert told["code_digest"] == "c" * 64
+    assert told["code_digest"] == planned(repository)
+
+
+def test_code_that_was_edited_after_planning_measures_nothing(pair: Pair, repository: Path) -> None:
+    a, b = pair.paths()
+    output = pair.folder / "new" / "agree.parquet"
+    files = ["--a", str(a), "--b", str(b), "--code-digest", "c" * 64, "--output", str(output)]
+    done = run_script(repository, "--cell", json.dumps(document()), *files)
+    assert done.returncode == 2
+    assert "the measuring code was edited after it was planned" in done.stderr
+    assert not output.exists()
 
 
 @pytest.mark.parametrize("cell", ["{", "[]", json.dumps(document(route="cpu-stock"))])

@@ -185,6 +185,17 @@ def change_the_model(place: Workplace) -> None:
     make_gguf(Path(place.bench.study["models"]["small"]["path"]), tokenizer="tiny", seed=2)
 
 
+def wait_longer(place: Workplace) -> None:
+    place.bench.study["routes"][STOCK]["claim"] = {"limit_minutes": 77}
+
+
+def ask_for_more(place: Workplace) -> None:
+    place.bench.study["builds"][STOCK] = {
+        **place.bench.study["builds"][STOCK],
+        "resources": {"runtime": 77},
+    }
+
+
 TAIL = {"tables": RUNS, "receipt": RUNS, "figures": RUNS}
 Expected = dict[str, str]
 EDITS: list[tuple[str, Callable[[Workplace], None], Expected]] = [
@@ -246,6 +257,8 @@ EDITS: list[tuple[str, Callable[[Workplace], None], Expected]] = [
             **TAIL,
         },
     ),
+    ("a longer wait for the device", wait_longer, TAIL),
+    ("what a scheduler is asked for to compile", ask_for_more, TAIL),
     (
         "a comment in a library module",
         lambda place: place.append("routewise/replay.py", "\n# a comment\n"),

@@ -48,7 +48,7 @@ def replay_command(
         "model": plan.models[cell.cell.model].path,
         "prompts": cell.prompts.path,
         "store": output.parent / "store",
-        "code-digest": "none",
+        "code-digest": plan.code["measure_replay"],
         "output": output,
     }
     if cell.plain is not None:

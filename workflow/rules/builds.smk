@@ -12,14 +12,18 @@ SERVERS = {
 
 
 def build_arguments(plan, part):
-    """Return the command line of build_backend.py for one part of a build."""
-    return {
-        "--name": plan.name,
-        "--build": canonical_json(STUDY.builds[plan.name]),
-        "--source": canonical_json(STUDY.sources[plan.source]),
-        "--part": part,
-        "--digest": plan.part_dir(part).name,
-    }
+    """Return the command line of build_backend.py for one part of a build.
+
+    Rules ask for it by functions of `output`, which Snakemake does not track: all that decides a
+    build is in its path, and its name and what a scheduler is asked for decide nothing.
+    """
+    return [
+        *("--name", plan.name),
+        *("--build", canonical_json(STUDY.builds[plan.name])),
+        *("--source", canonical_json(STUDY.sources[plan.source])),
+        *("--part", part),
+        *("--digest", plan.part_dir(part).name),
+    ]
 
 
 rule build_engine:
@@ -28,11 +32,7 @@ rule build_engine:
     log:
         str(RESULTS / "logs" / "build_engine" / "{engine}.log"),
     params:
-        arguments=lambda w: [
-            part
-            for pair in build_arguments(ENGINES[w.engine], "engine").items()
-            for part in pair
-        ],
+        arguments=lambda w, output: build_arguments(ENGINES[w.engine], "engine"),
     threads: whole_machine
     resources:
         **asked_of(lambda w: STUDY.build_resources(ENGINES[w.engine].name)),
@@ -49,11 +49,7 @@ rule build_tools:
     log:
         str(RESULTS / "logs" / "build_tools" / "{tools}.log"),
     params:
-        arguments=lambda w: [
-            part
-            for pair in build_arguments(TOOLS[w.tools], "tools").items()
-            for part in pair
-        ],
+        arguments=lambda w, output: build_arguments(TOOLS[w.tools], "tools"),
     threads: whole_machine
     resources:
         **asked_of(lambda w: STUDY.build_resources(TOOLS[w.tools].name)),
@@ -70,11 +66,7 @@ rule build_server:
     log:
         str(RESULTS / "logs" / "build_server" / "{server}.log"),
     params:
-        arguments=lambda w: [
-            part
-            for pair in build_arguments(SERVERS[w.server], "server").items()
-            for part in pair
-        ],
+        arguments=lambda w, output: build_arguments(SERVERS[w.server], "server"),
     threads: whole_machine
     resources:
         **asked_of(lambda w: STUDY.build_resources(SERVERS[w.server].name)),

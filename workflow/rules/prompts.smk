@@ -13,6 +13,7 @@ rule tokenize_prompts:
     params:
         # `output` keeps Snakemake from tracking it: prompts that moved are the same prompts
         file=lambda w, output: str(PROMPTS[w.digest].file),
+        content=lambda w: PROMPTS[w.digest].content,
         context=lambda w: PROMPTS[w.digest].context,
         library_dir=lambda w, input: str(Path(input.build).parent / "lib"),
     resources:
@@ -22,5 +23,5 @@ rule tokenize_prompts:
         "../../envs/measure.yaml"
     shell:
         "python {SCRIPTS}/tokenize_prompts.py --prompts {params.file:q} --model {input.model}"
-        " --library-dir {params.library_dir} --context {params.context} --output {output}"
-        " 2>&1 | tee {log}"
+        " --library-dir {params.library_dir} --context {params.context} --digest {params.content}"
+        " --output {output} 2>&1 | tee {log}"

@@ -23,8 +23,12 @@ def cell_inputs(wildcards):
 
 
 @at_hand
-def cell_arguments(wildcards):
-    """Return what a replay is told beside its files."""
+def cell_arguments(wildcards, output):
+    """Return what a replay is told beside its files.
+
+    `output` keeps Snakemake from tracking it: what decides a cell is in its path, and how long its
+    job waits for a device decides nothing.
+    """
     planned = cell_of(wildcards)
     return as_words(
         *("--cell", planned.document),

@@ -25,7 +25,7 @@ def serve_inputs(wildcards):
 
 
 @at_hand
-def serve_arguments(wildcards):
+def serve_arguments(wildcards, output):  # not tracked: see cell_arguments
     """Return what a serving job is told beside its files; a route without a build has no server."""
     plan = serve_of(wildcards)
     server = []
@@ -91,7 +91,7 @@ def agree_inputs(wildcards):
 
 
 @at_hand
-def agree_arguments(wildcards):
+def agree_arguments(wildcards, output):  # not tracked: see cell_arguments
     """Return what a comparison is told beside its files."""
     plan = agree_of(wildcards)
     return as_words(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from routewise.errors import RoutewiseError, report_errors
+from routewise.normalise import check_code
 from routewise.pair import PairCell, compare_pair
 from routewise.watch import end_with_snakemake
 
@@ -24,6 +25,7 @@ def main(
     """Compare the replies files ``a`` and ``b`` as ``cell`` (one JSON string) says."""
     end_with_snakemake()
     pair = PairCell.from_document(_document(cell))
+    check_code(Path(__file__), code_digest, output.parent.parent.parent)  # results/cells/DIGEST
     print(f"{pair.name}: writing {output}")
     print(f"{pair.name}: {compare_pair(pair, a, b, code_digest, output, inputs)}")
 

@@ -16,6 +16,7 @@ from routewise.claim import run_under_hold
 from routewise.cost import CostCell, measure_cost, serve_arm
 from routewise.errors import report_errors
 from routewise.model import read_model
+from routewise.normalise import check_code
 from routewise.watch import end_with_snakemake
 
 
@@ -35,6 +36,7 @@ def main(
         serve_arm(arm, model, cell.depth, max(cell.widths), cell.seed, parent)
         return
     end_with_snakemake()
+    check_code(Path(__file__), code_digest, output.parent.parent.parent)  # results/cells/DIGEST
     for claim in cell.claims:
         run_under_hold(claim, f"cost {cell.model}")
     print(f"cost {cell.model}: writing {output}")

@@ -17,6 +17,7 @@ from routewise.cell import Cell, Inputs, measure_cell
 from routewise.errors import report_errors
 from routewise.machine import set_engine_environment
 from routewise.model import read_model
+from routewise.normalise import check_code
 from routewise.watch import end_with_snakemake
 
 SET_BY_SNAKEMAKE = "OMP_NUM_THREADS"
@@ -36,6 +37,7 @@ def main(
 ) -> None:
     """Measure ``cell`` into ``output``; ``plain`` is its plain cell, None where it is one."""
     end_with_snakemake()
+    check_code(Path(__file__), code_digest, store.parent)
     removed = set(set_engine_environment(cell.env)) - {SET_BY_SNAKEMAKE}
     if removed:
         print(f"left out of the engine's environment: {', '.join(sorted(removed))}")

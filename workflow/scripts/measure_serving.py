@@ -17,6 +17,7 @@ from typing import Any
 from routewise.dispatch_cell import measure_dispatch
 from routewise.errors import report_errors
 from routewise.model import read_model
+from routewise.normalise import check_code
 from routewise.serve import measure_serving
 from routewise.serve_cell import ServeCell, ServeInputs
 from routewise.watch import end_with_snakemake
@@ -36,6 +37,7 @@ def main(
 ) -> None:
     """Measure ``cell`` into ``output``; ``server`` is the folder of a build's server part."""
     end_with_snakemake()
+    check_code(Path(__file__), code_digest, store.parent)
     print(f"{cell.name}: writing {output}", flush=True)
     record = asdict(read_model(model))
     files = ServeInputs(server, model, record, prompts, store, logs, code_digest, inputs)

@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 from routewise.engine import load_engine
-from routewise.errors import report_errors
+from routewise.errors import RoutewiseError, report_errors
 from routewise.gguf_check import check_gguf
 from routewise.model import read_model
 from routewise.prompt import load_prompts, prompts_digest, read_template, tokenize_prompts
@@ -23,9 +23,25 @@ NO_TOKENIZER = (None, "no_vocab", "none")
 
 
 @report_errors
-def main(prompts: Path, model: Path, library_dir: Path, context: int | None, output: Path) -> None:
-    """Write the table ``prompts``; see :func:`routewise.prompt.tokenize_prompts`."""
+def main(
+    prompts: Path,
+    model: Path,
+    library_dir: Path,
+    context: int | None,
+    digest: str | None,
+    output: Path,
+) -> None:
+    """Write the table ``prompts``; see :func:`routewise.prompt.tokenize_prompts`.
+
+    Raises RoutewiseError where ``digest`` is given and the file's prompts have another.
+    """
     loaded = load_prompts(prompts)
+    if digest is not None and prompts_digest(loaded) != digest:
+        raise RoutewiseError(
+            f"{prompts}: was edited after it was planned (its prompts had the digest "
+            f"{digest[:12]}, and have {prompts_digest(loaded)[:12]})",
+            "run the same command again: it plans what is there now",
+        )
     record = read_model(model)
     header = check_gguf(model)
     has_tokenizer = header.metadata.get("tokenizer.ggml.model") not in NO_TOKENIZER
@@ -64,6 +80,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", required=True, type=Path, help="the GGUF")
     parser.add_argument("--library-dir", required=True, type=Path, help="lib folder of a build")
     parser.add_argument("--context", type=int, help="tokens that a sequence may have")
+    parser.add_argument("--digest", help="of the prompts, as planned")
     parser.add_argument("--output", required=True, type=Path, help="the Parquet file to write")
     end_with_snakemake()
     raise SystemExit(main(**vars(parser.parse_args())))

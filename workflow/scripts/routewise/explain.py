@@ -1,6 +1,7 @@
 """Why a cell would run: which of its inputs changed since it was last measured, in words.
 
-A cell that would run is one whose file is not there. What it is compared with is the newest file
+A cell that would run is one whose file is not there, or whose plain cell or sides are measured
+again. What it is compared with is the newest file
 of the same name (sweep, route, model, variant) that an earlier plan left under another digest; each
 carries its own inputs. An input that is a digest of many things is taken apart by its manifest, so
 that an edit is told by the file that was edited.
@@ -38,9 +39,16 @@ class Reason:
 
 def explain_cells(planned: Mapping[str, Mapping[str, Any]], results: Path) -> Iterator[Reason]:
     """Yield the reason of each planned cell (path -> inputs) that would run, in their order."""
-    missing = [path for path in planned if not Path(path).is_file()]
+    missing = {path for path in planned if not Path(path).is_file()}
+    again = {Path(path).parent.name for path in missing}
     earlier = _earlier_files(results) if missing else {}
-    for path in missing:
+    for path, inputs in planned.items():
+        if path not in missing:
+            if made_of := again.intersection([inputs.get("plain"), *inputs.get("sides", ())]):
+                again.add(Path(path).parent.name)
+                what = "its plain cell is" if inputs.get("plain") in made_of else "its sides are"
+                yield Reason(path, (f"{what} measured again",), path)
+            continue
         files = earlier.get(Path(path).name, [])
         found = _newest_inputs(files)
         if found is None:
@@ -93,8 +101,8 @@ def _taken_apart(old: str, new: str, results: Path) -> str | None:
     before, now = read_manifest(results, old), read_manifest(results, new)
     if before is None or now is None:
         return None
-    parts = _changed_keys(before.get("parts", {}), now.get("parts", {}))
-    files = _changed_keys(before.get("files", {}), now.get("files", {}))
+    parts = _changed_keys(_mapping(before.get("parts")), _mapping(now.get("parts")))
+    files = _changed_keys(_mapping(before.get("files")), _mapping(now.get("files")))
     name = now.get("name")
     said = [*files, *(part for part in parts if not (files and part.startswith("component ")))]
     if not said:
@@ -102,6 +110,10 @@ def _taken_apart(old: str, new: str, results: Path) -> str | None:
     more = f" and {len(said) - _SHOWN} more" if len(said) > _SHOWN else ""
     who = f"{name}: " if now.get("kind") == "build" else ""
     return f"{who}{', '.join(said[:_SHOWN])}{more}"
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -130,9 +142,16 @@ def _earlier_files(results: Path) -> dict[str, list[Path]]:
     return found
 
 
+def _date_ns(file: Path) -> int:
+    try:
+        return file.stat().st_mtime_ns
+    except FileNotFoundError:  # removed meanwhile
+        return 0
+
+
 def _newest_inputs(files: list[Path]) -> tuple[Path, dict[str, Any]] | None:
-    for path in sorted(files, key=lambda file: file.stat().st_mtime_ns, reverse=True):
+    for path in sorted(files, key=_date_ns, reverse=True):
         inputs = read_provenance(path).get("inputs")
-        if inputs:
+        if inputs and isinstance(inputs, dict):
             return path, inputs
     return None

@@ -279,6 +279,23 @@ def code_parts(
     }
 
 
+def check_code(script: Path, planned: str, results: Path) -> None:
+    """Check, at the start of a job, that its code is what was planned.
+
+    What an edit after planning measures would stand under the digest of the code before it, for
+    good. ``results`` is the results folder, whose digests of unedited files need not be made again.
+
+    Raises RoutewiseError where the code has another digest.
+    """
+    found = code_digest(script, DigestCache(results / ".cache" / "digests.json"))
+    if found != planned:
+        raise RoutewiseError(
+            f"{Path(script).name}: the measuring code was edited after it was planned (it had the "
+            f"digest {planned[:12]}, and has {found[:12]})",
+            "run the same command again: it plans what is there now",
+        )
+
+
 def _references(path: Path, cache: DigestCache | None) -> tuple[list[tuple[int, str]], list[str]]:
     """Return what a module imports, as (dots, name), and the extra files that it names."""
 

@@ -313,10 +313,11 @@ def _plan_prompts(
     for (model, name), routes in wanted.items():
         file = study.prompts[name]
         build = _tokenizer_build(routes, builds)
+        content = prompts_digest(load_prompts(file))
         context = min(route.settings.context for route in routes)
         digest = digest_of(
             {
-                "prompts": prompts_digest(load_prompts(file)),
+                "prompts": content,
                 "model": models[model].key,
                 "engine": builds[build].digest,
                 "context": context,
@@ -324,17 +325,21 @@ def _plan_prompts(
             }
         )[:DIGEST_LENGTH]
         path = results / "prompts" / digest / f"{model}.{name}.parquet"
-        plans[(model, name)] = PromptPlan(name, model, file, build, context, digest, path)
+        plans[(model, name)] = PromptPlan(name, model, file, build, context, content, digest, path)
     return plans
 
 
 def _tokenizer_build(routes: Iterable[Route], builds: Mapping[str, BuildPlan]) -> str:
-    """Return the build whose tokenizer serves all routes: a patch changes none, so an unpatched.
+    """Return the build whose tokenizer serves all routes: one that the fewest edits move.
 
-    Routes of other kinds have no build: then any of the study's.
+    A patch changes no tokenizer, nor does a backend: so an unpatched one, and of these one of the
+    CPU, which an edit of another backend leaves alone. Routes of other kinds have no build: then
+    any of the study's.
     """
     named = [route.build for route in routes if route.build is not None] or list(builds)
-    return next((name for name in named if builds[name].patch is None), named[0])
+    return min(
+        named, key=lambda name: (builds[name].patch is not None, builds[name].backend != "cpu")
+    )
 
 
 def variant_parameters(variant: str, replay: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,6 +77,7 @@ class PromptPlan:
     file: Path
     build: str  # whose tokenizer
     context: int  # the least of the routes that decode them
+    content: str  # digest of the prompts, in any layout
     digest: str
     path: Path
 
