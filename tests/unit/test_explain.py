@@ -68,6 +68,38 @@ def test_a_file_that_is_gone_has_no_changed_input(tmp_path: Path) -> None:
     assert "nothing of its inputs" in line
 
 
+def test_a_cell_runs_whose_plain_cell_is_gone(tmp_path: Path) -> None:
+    there = write_cell(tmp_path, "there", {**INPUTS, "plain": "gone"})
+    apart = write_cell(tmp_path, "apart", {**INPUTS, "plain": "kept"})
+    plain = tmp_path / "cells" / "gone" / "replay.cpu-stock.small.plain.parquet"
+    planned = {
+        str(plain): INPUTS,
+        str(there): {**INPUTS, "plain": "gone"},
+        str(apart): {**INPUTS, "plain": "kept"},
+    }
+    told = {reason.path: reason.line() for reason in explain_cells(planned, tmp_path)}
+    assert told == {
+        str(plain): "replay.cpu-stock.small.plain: was never measured",
+        str(there): "replay.cpu-stock.small.w4: its plain cell is measured again",
+    }
+
+
+@pytest.mark.parametrize("parts", [[1, 2], "abc", 3, None])
+def test_a_manifest_that_is_none_is_passed_over(tmp_path: Path, parts: Any) -> None:
+    for digest in ("1" * 64, "5" * 64):
+        write_manifest(tmp_path, digest, lambda: {"kind": "build", "parts": parts})
+    write_cell(tmp_path, "old", INPUTS)
+    [line] = lines(tmp_path, {**INPUTS, "build": "5" * 64})
+    assert "from 111111111111 to 555555555555" in line
+
+
+@pytest.mark.parametrize("inputs", [["a"], "text"])
+def test_inputs_of_another_shape_say_nothing(tmp_path: Path, inputs: Any) -> None:
+    write_cell(tmp_path, "old", inputs)
+    [line] = lines(tmp_path, INPUTS)
+    assert "do not say what they were made from" in line
+
+
 def test_a_cell_without_inputs_or_damaged_says_so(tmp_path: Path) -> None:
     write_cell(tmp_path, "old", None)
     write_cell(tmp_path, "torn", INPUTS).write_bytes(b"PAR1 no")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +251,25 @@ def test_the_demo_set_is_eight_prompts_of_distinct_categories() -> None:
     assert [prompt.id for prompt in long] == ["long-report"]
     # 239 tokens under the demo model's tokenizer: decoding crosses 256, 384 and 512.
     assert 239 + long[0].n_tokens >= 512 + 20
+
+
+def test_prompts_that_were_edited_after_planning_are_refused(
+    tmp_path: Path, repository: Path
+) -> None:
+    """Before a model is opened: their tokens would stand under the digest of others."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"id": "a", "category": "text", "n_tokens": 8, "text": "two"}\n')
+    script = repository / "workflow/scripts/tokenize_prompts.py"
+    output = tmp_path / "prompts.parquet"
+    done = subprocess.run(
+        [
+            *(sys.executable, str(script), "--prompts", str(file), "--model", "no.gguf"),
+            *("--library-dir", "no", "--digest", "0" * 64, "--output", str(output)),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "was edited after it was planned" in done.stderr
+    assert not output.exists()
