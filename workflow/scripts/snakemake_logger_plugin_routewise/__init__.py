@@ -115,6 +115,7 @@ class LogHandler(LogHandlerBase):
 
     def _start_ticking(self) -> None:
         if self._ticker is None:
+            self._line.show(self._view.line(self._outsiders))  # a short run has its line too
             self._ticker = threading.Thread(target=self._tick, name="progress line", daemon=True)
             self._ticker.start()
 
