@@ -80,11 +80,23 @@ def test_a_file_that_just_changed_is_not_trusted(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"rules_version": 0, "entries": {}}'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "{",
+        "[]",
+        '{"rules_version": 0, "entries": {}}',
+        '{"rules_version": RULES, "entries": []}',
+        '{"rules_version": RULES, "entries": null}',
+        '{"rules_version": RULES, "entries": {"raw:FILE": [1], "raw:x": 3}}',
+    ],
+)
 def test_a_damaged_or_old_cache_costs_only_time(tmp_path: Path, damage: str) -> None:
     path, file = tmp_path / "digests.json", tmp_path / "file"
     old_file(file, b"one")
-    path.write_text(damage)
+    damage = damage.replace("FILE", str(file))
+    path.write_text(damage.replace("RULES", json.dumps(digest_module.RULES_VERSION)))
     cache = DigestCache(path)
     assert sha256_file(file, cache) == sha256_file(file)
     cache.save()

@@ -75,7 +75,9 @@ def test_a_newer_folder_stops_and_stays(tmp_path: Path) -> None:
     assert (tmp_path / NAME).read_text() == text
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": "2"}', '{"format": true}', "{}"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": "2"}', '{"format": true}', '{"format": -3}', "{}"]
+)
 def test_a_damaged_mark_is_named(tmp_path: Path, text: str) -> None:
     say(tmp_path, text)
     with pytest.raises(RoutewiseError, match="holds no format number") as error:

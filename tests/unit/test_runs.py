@@ -89,7 +89,7 @@ def test_the_second_is_told_who_makes_the_same_files(tmp_path: Path, start: Star
 def test_two_that_make_other_files_run_beside_each_other(tmp_path: Path, start: Start) -> None:
     first = start("results/a")
     path = begin_run("other", ["results/b"], tmp_path)
-    assert [other.run.pid for other in other_runs(tmp_path)] == [first.pid]
+    assert [other.run.pid for other in other_runs(tmp_path) if other.run] == [first.pid]
     path.unlink()
 
 
@@ -148,8 +148,35 @@ def test_clocks_that_differ_change_nothing(tmp_path: Path) -> None:
         left.unlink()
 
 
-def test_a_record_that_cannot_be_read_stops_nobody(tmp_path: Path) -> None:
-    left = leave(tmp_path)
-    left.write_text("{")
-    assert other_runs(tmp_path) == []
-    assert left.exists()
+def test_another_machine_of_the_same_name_is_no_earlier_boot(tmp_path: Path) -> None:
+    leave(tmp_path, boot="another-boot", machine="a clone")
+    [other] = other_runs(tmp_path)
+    assert not other.certain
+
+
+@pytest.mark.parametrize("said", ["{", "[]", '{"since_s": "now"}', '{"since_s": 1e20}', None])
+def test_a_record_that_cannot_be_read_may_be_a_run(tmp_path: Path, said: str | None) -> None:
+    lock = left_lock(tmp_path)
+    left = leave(tmp_path, boot="b", host="node7")
+    document = json.loads(left.read_text())
+    if said is None:
+        document["pid"] = "many"
+    elif said.startswith('{"'):
+        document |= json.loads(said)
+    left.write_text(json.dumps(document) if said not in ("{", "[]") else str(said))
+    [other] = other_runs(tmp_path)
+    assert (other.run, other.certain) == (None, False)
+    assert take_over(tmp_path) == []
+    assert lock.exists()
+    with pytest.raises(RoutewiseError, match="cannot be read") as error:
+        begin_run("demo", ["results/z"], tmp_path)
+    assert f"remove {left}" in str(error.value.hint)
+    assert records(tmp_path) == [left]
+
+
+def test_a_record_of_a_newer_routewise_is_read(tmp_path: Path) -> None:
+    left = leave(tmp_path, boot="b", host="node7")
+    left.write_text(json.dumps({**json.loads(left.read_text()), "purpose": "new"}))
+    [other] = other_runs(tmp_path)
+    assert other.run is not None
+    assert other.run.host == "node7"

@@ -13,8 +13,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from made_cells import plain_rows, write_cell
 from routewise.__main__ import parse, run
-from routewise.schema.file import METADATA_KEY, write_table
+from routewise.schema.file import METADATA_KEY, read_table, write_table
 from routewise.schema.replay import PLAIN, REPLAY
 from routewise.store import Store, fragment_key
 from routewise.store_view import (
@@ -113,12 +114,41 @@ WRONG: dict[str, tuple[str, Callable[[Path], object]]] = {
     "other inputs": ("foreign", lambda path: _rewrite(path, key_inputs=inputs_of(9))),
     "other key": ("foreign", lambda path: _rewrite(path, key="0" * 64)),
     "no inputs": ("foreign", lambda path: _rewrite(path, key_inputs=None)),
+    "inputs that give no key": (
+        "foreign",
+        lambda path: _rewrite(path, key_inputs={"a": float("nan")}),
+    ),
+    "inputs of another shape": ("foreign", lambda path: _rewrite(path, key_inputs=["a"])),
     "other table": ("foreign", lambda path: _rewrite(path, table="study_cells")),
     "other columns": (
         "foreign",
         lambda path: write_table(path, REPLAY, REPLAY.arrow.empty_table(), {}),
     ),
 }
+
+
+def test_rows_that_were_overwritten_are_damage(results: Path, tmp_path: Path) -> None:
+    made = write_cell(tmp_path / "made.parquet", "plain", plain_rows(), {})
+    rows, _ = read_table(made, PLAIN)
+    Store(results / "store").put(inputs_of(1), PLAIN, rows, {})
+    path = fragment(results, 1)
+    content = bytearray(path.read_bytes())
+    for place in range(100, len(content) // 2, 50):
+        content[place] ^= 255
+    path.write_bytes(content)
+    code, said = checked(results)
+    assert code == 1
+    assert f"{path}: damaged: " in said
+    assert said.count(str(path)) == 1
+
+
+@pytest.mark.parametrize("field", ["cell", "key_inputs", "build"])
+@pytest.mark.parametrize("value", [["a"], "text", 3])
+def test_a_fragment_of_another_shape_is_listed(results: Path, field: str, value: Any) -> None:
+    _rewrite(fragment(results, 1), **{field: value})
+    stream = io.StringIO()
+    list_store(results, stream)
+    assert stream.getvalue().count("plain") == 3
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -73,7 +73,7 @@ def look_round():
     for other in other_runs():
         works = "works" if other.certain else "may work"
         print(
-            f"routewise: another run {works} in this folder: {other.run.who()}. What it makes is"
+            f"routewise: another run {works} in this folder: {other.who()}. What it makes is"
             f" not made twice: {other.advice()}. Never use --unlock meanwhile. A dry run, `explain`"
             " and `python -m routewise` do not disturb it",
             file=sys.stderr,
@@ -164,6 +164,11 @@ def default_resource(name):
     text = text.strip("'\"")
     if text.isdigit():
         return int(text)
+    if name in COUNTED and text:
+        raise WorkflowError(
+            f"default-resources: {name} is {text!r}, wanted a number, since hosts of the study name"
+            f" {name} too\n  try: {name}=8000, and what a host needs of it under hosts in the study"
+        )
     if name in COUNTED:
         return 0
     return text or None

@@ -64,9 +64,9 @@ class DigestCache:
         try:
             document = json.loads(self.path.read_text())
             if document["rules_version"] == RULES_VERSION:
-                entries: dict[str, list[Any]] = document["entries"]
-                return entries
-        except (OSError, ValueError, KeyError, TypeError):
+                entries = document["entries"].items()
+                return {key: one for key, one in entries if isinstance(one, list) and len(one) == 5}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass
         return {}
 

@@ -36,7 +36,7 @@ def check_format(results: Path) -> int | None:
         number = json.loads(text)["format"]
     except (ValueError, TypeError, KeyError):
         number = None
-    if not isinstance(number, int) or isinstance(number, bool):
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise RoutewiseError(
             f'{path}: holds no format number; {{"format": {RESULTS_FORMAT}}} is wanted',
             "remove it: the next run looks at the cells and writes it anew",

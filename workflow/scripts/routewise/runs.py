@@ -19,7 +19,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from routewise.errors import RoutewiseError, not_allowed
@@ -37,9 +37,9 @@ _SHOWN = 3
 class Run:
     """One run of Snakemake in a working folder.
 
-    ``boot`` names the start of a host's kernel, ``start_ticks`` counts from it (clock ticks),
-    ``since_s`` is the host's clock (seconds since 1970), and ``outputs`` are the files that it
-    makes.
+    ``boot`` names the start of a host's kernel and ``machine`` its installation, ``start_ticks``
+    counts from the boot (clock ticks), ``since_s`` is the host's clock (seconds since 1970), and
+    ``outputs`` are the files that it makes.
     """
 
     user: str
@@ -51,6 +51,7 @@ class Run:
     since_s: float
     study: str
     outputs: tuple[str, ...] = ()
+    machine: str = ""
 
     def who(self) -> str:
         """Return who it is, in words."""
@@ -60,17 +61,26 @@ class Run:
 
 @dataclass(frozen=True)
 class Other:
-    """The record of another run. ``certain``: it lives; else it is of a host not to be seen."""
+    """The record of another run. ``certain``: it lives; else it is of a host not to be seen.
+
+    ``run`` is None where the record cannot be read, as one of a newer Routewise.
+    """
 
     path: Path
-    run: Run
+    run: Run | None
     certain: bool
+
+    def who(self) -> str:
+        """Return who it is, in words."""
+        return self.run.who() if self.run else f"its record {self.path} cannot be read"
 
     def advice(self) -> str:
         """Return what to do about it."""
         wait = "wait for its end, or run in a working folder of your own"
         if self.certain:
             return wait
+        if self.run is None:
+            return f"{wait}. Where nobody runs here, remove {self.path}"
         return (
             f"{wait}. Nobody here can see processes of {self.run.host}: where `ps -p "
             f"{self.run.pid}` shows there that it is gone, remove {self.path}"
@@ -100,6 +110,7 @@ def own_run(study: str, outputs: Iterable[str] = ()) -> Run:
         since_s=time.time(),
         study=study,
         outputs=tuple(sorted(outputs)),
+        machine=_machine(),
     )
 
 
@@ -112,7 +123,11 @@ def other_runs(folder: Path = Path(".")) -> list[Other]:
     found = []
     for path in sorted((folder / RECORDS).glob("*.json")):
         run = _read(path)
-        if run is None or _is_self(run):
+        if run is None:
+            if path.exists():
+                found.append(Other(path, None, certain=_is_locked(path) is True))
+            continue
+        if _is_self(run):
             continue
         state = _lives(path, run)
         if state is False:
@@ -120,7 +135,7 @@ def other_runs(folder: Path = Path(".")) -> list[Other]:
                 path.unlink()
             continue
         found.append(Other(path, run, certain=state is True))
-    return sorted(found, key=lambda other: other.run.since_s)
+    return sorted(found, key=lambda other: other.run.since_s if other.run else 0.0)
 
 
 def begin_run(study: str, outputs: Iterable[str], folder: Path = Path(".")) -> Path:
@@ -146,6 +161,12 @@ def begin_run(study: str, outputs: Iterable[str], folder: Path = Path(".")) -> P
         ) from error
     # written first and looked round then: of two that begin at once, at least one sees the other
     for other in other_runs(folder):
+        if other.run is None:
+            path.unlink(missing_ok=True)
+            raise RoutewiseError(
+                f"another run may make the same files: {other.who()}. Nothing was run",
+                other.advice(),
+            )
         shared = sorted(set(other.run.outputs) & set(own.outputs))
         if shared:
             path.unlink(missing_ok=True)
@@ -190,11 +211,25 @@ def _end(path: Path, pid: int) -> None:
 
 
 def _read(path: Path) -> Run | None:
+    """Return a record, without what a newer Routewise may have added; None where it is none."""
     try:
-        fields = json.loads(path.read_text())
-        return Run(**{**fields, "outputs": tuple(fields["outputs"])})
-    except (OSError, ValueError, TypeError, KeyError):
+        said = json.loads(path.read_text())
+        values = {one.name: said[one.name] for one in fields(Run) if one.name in said}
+        run = Run(**{**values, "outputs": tuple(values["outputs"])})
+        run.who()  # with a time that is one
+    except (OSError, OverflowError, ValueError, TypeError, KeyError):
         return None
+    texts = (run.user, run.host, run.boot, run.pid_namespace, run.study, run.machine, *run.outputs)
+    numbers = (run.pid, run.start_ticks)
+    whole = all(isinstance(one, str) for one in texts) and all(type(one) is int for one in numbers)
+    return run if whole else None
+
+
+def _machine() -> str:
+    try:
+        return Path("/etc/machine-id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _is_self(run: Run) -> bool:
@@ -212,7 +247,7 @@ def _lives(path: Path, run: Run) -> bool | None:
         return locked  # within one kernel the lock tells, also of one that is killed and not reaped
     if run.boot != boot_id():
         # this host before its last start, or a host whose locks may not reach here
-        return False if run.host == platform.node() else None
+        return False if (run.host, run.machine) == (platform.node(), _machine()) else None
     if run.pid_namespace == _own_pid_namespace():
         try:
             return start_ticks_of(run.pid) == run.start_ticks

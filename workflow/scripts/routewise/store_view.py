@@ -115,7 +115,7 @@ def read_usage(cells: Path) -> Usage:
         if not isinstance(keys, list):
             silent.append(path)
             continue
-        cell = document.get("cell") or {}
+        cell = _mapping(document.get("cell"))
         for key in keys:
             names[str(key)] = (str(cell.get("route", "-")), str(cell.get("model", "-")))
     return Usage(names, silent)
@@ -148,15 +148,21 @@ def find_problem(store: Store, file: StoreFile) -> Problem | None:
     except RoutewiseError as error:
         if not file.path.exists():
             return None
-        return Problem(file, DAMAGED if name is None else FOREIGN, error.problem)
+        return Problem(file, DAMAGED, error.problem.removeprefix(f"{file.path}: "))
     key, inputs = document.get("key"), document.get("key_inputs")
     if key != file.key or file.path != store.path(file.key):
         return Problem(file, FOREIGN, f"it is the fragment of the key {key}")
     if not isinstance(inputs, dict):
         return Problem(file, FOREIGN, "it does not keep what its key is made of")
-    if fragment_key(inputs) != key:
-        return Problem(file, FOREIGN, f"its inputs give the key {fragment_key(inputs)}")
-    return None
+    try:
+        own = fragment_key(inputs)
+    except (TypeError, ValueError) as error:
+        return Problem(file, FOREIGN, f"its inputs give no key ({error})")
+    return None if own == key else Problem(file, FOREIGN, f"its inputs give the key {own}")
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def list_store(results: Path, stream: TextIO) -> None:
@@ -171,8 +177,8 @@ def list_store(results: Path, stream: TextIO) -> None:
             continue
         document = read_provenance(file.path)
         route, model = usage.names.get(file.key, ("-", "-"))
-        inputs = document.get("key_inputs") or {}
-        mark = inputs.get("fingerprint") or (document.get("build") or {}).get("fingerprint") or "-"
+        inputs, build = _mapping(document.get("key_inputs")), _mapping(document.get("build"))
+        mark = inputs.get("fingerprint") or build.get("fingerprint") or "-"
         group = (str(document.get("table", "unreadable")), route, model, str(mark)[:12])
         groups.setdefault(group, []).append(file)
     if not groups:
