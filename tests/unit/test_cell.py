@@ -481,7 +481,7 @@ def test_a_device_is_held_before_its_engine_is_loaded(
     # one that goes just then is not measured beside whoever holds the device
     shutil.rmtree(place.inputs.store)
     with monkeypatch.context() as patch:
-        patch.setattr(cell_module, "_all_stored", lambda *_: True)
+        patch.setattr(cell_module, "_stored_for", lambda *_: {"device": "hrx"})
         with pytest.raises(RoutewiseError, match="is not held"):
             on_device(place)
     assert len(on_device(place)["claims"]) == 1
@@ -509,3 +509,47 @@ def test_a_host_without_the_device_measures_nothing(
         on_device(place)
     assert place.build.n_models == 0
     assert read_claims(claims_folder(), "hrx") == []
+
+
+#: A box with two unlike cards, as the vendor's tool would tell: all of them, or those asked for.
+TWO_CARDS = """
+for last; do :; done
+case "$*" in *index*) echo 0, GPU-aa; echo 1, GPU-bb; exit;; esac
+case "$last" in
+0) echo Old card, 550, GPU-aa;;
+1) echo New card, 550, GPU-bb;;
+*) echo Old card, 550, GPU-aa; echo New card, 550, GPU-bb;;
+esac
+"""
+
+
+def test_a_cell_knows_the_unit_that_it_held_and_adopts_nothing_of_another_kind(
+    place: Workplace,
+    visible: Callable[[], str | None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    tool = tmp_path / "bin" / "nvidia-smi"
+    tool.parent.mkdir()
+    tool.write_text(f"#!/bin/sh\n{TWO_CARDS}")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("ROUTEWISE_DEVICES", "cuda")
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+    def on_card(**units: Any) -> dict[str, Any]:
+        for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+            os.environ.pop(name, None)
+        return on_device(place, device="cuda", claim=ClaimSpec("cuda", **units))
+
+    first = on_card(units=1, unit_ids=("1",))
+    assert first["device"]["gpus"] == [["New card", "550", "GPU-bb"]]
+    # all is stored of one of the kinds that could be held: nothing is held, and that kind is said
+    either = on_card(units=2)
+    assert (either["n_measured"], either["claims"]) == (0, [])
+    assert either["device"] == first["device"]
+    other = on_card(units=1, unit_ids=("0",))
+    assert (other["n_adopted"], other["device"]["gpus"][0][0]) == (0, "Old card")
+    assert not set(other["fragments"]) & set(first["fragments"])

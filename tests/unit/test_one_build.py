@@ -100,14 +100,16 @@ def test_the_drivers_their_cells_and_what_to_do_are_named(made: MadeStudy) -> No
     def driver(version: str) -> dict[str, Any]:
         return {"device": "cuda", "gpus": [["Card 9", version, "must-not-leave"]]}
 
-    for variant in ("plain", "w2", "w4"):
+    variants = [path.name.split(".")[-2] for path in made.write() if ".cpu-exact." in path.name]
+    for variant in variants:
         made.record("cpu-exact", variant, device=driver("550.1"))
+    made.cost_changes = {"device": {"cpu-exact": driver("550.1"), "cpu-stock": {}}}
     build_tables(made.declared, made.write())
     made.record("cpu-exact", "w8", device=driver("570.2"))  # added after an update of the driver
     with pytest.raises(RoutewiseError, match="route cpu-exact") as error:
         build_tables(made.declared, made.write())
     problem = error.value.problem
-    assert '["Card 9, driver 550.1"] in 3 cells' in problem
+    assert '["Card 9, driver 550.1"] in 8 cells' in problem
     assert '["Card 9, driver 570.2"] in 1 cells' in problem
     assert f"replay.cpu-exact.{MODEL}.w8.parquet" in problem
     assert "must-not-leave" not in problem
@@ -177,3 +179,37 @@ def test_kept_results_pass_and_one_changed_cell_of_them_does_not(file: Path) -> 
     changed = Measured(last.route, last.serving, "f" * 64, last.path, last.provenance)
     with pytest.raises(RoutewiseError, match=last.route):
         refuse_mixed([*found, changed])
+
+
+def test_a_cost_cell_says_the_device_of_each_of_its_routes(made: MadeStudy) -> None:
+    def card(driver: str) -> dict[str, Any]:
+        return {"device": "cuda", "gpus": [["Card 9", driver, "u"]]}
+
+    for path in made.write():
+        if ".cpu-exact." in path.name:
+            made.record("cpu-exact", path.name.split(".")[-2], device=card("550.1"))
+    with pytest.raises(
+        RoutewiseError, match=r"device is .*not recorded in 1 cells, newest: .*cost"
+    ):
+        build_tables(made.declared, made.write())
+    for driver, joined in (("550.1", True), ("570.2", False)):
+        made.cost_changes = {"device": {"cpu-exact": card(driver), "cpu-stock": {}}}
+        cells = made.write()
+        [cost] = [path for path in cells if path.name.startswith("cost")]
+        planned = [cost, cost.with_name("not-yet.parquet")]
+        here = {"machine": on(), "device": card("550.1")}
+        told = other_host_sentence("cpu-exact", planned, lambda here=here: here)
+        assert (told is None) == joined
+        if joined:
+            build_tables(made.declared, cells)
+            continue
+        with pytest.raises(RoutewiseError, match=r"driver 570\.2"):
+            build_tables(made.declared, cells)
+
+
+def test_a_driver_that_is_known_in_one_cell_and_not_in_another_is_two_scopes() -> None:
+    known = measured(device={"device": "cuda", "gpus": [["H", "1", "x"]]})
+    unknown = measured(device={"device": "cuda", "kernel": "6", "modules": {}})
+    with pytest.raises(RoutewiseError, match="not recorded in 1 cells"):
+        refuse_mixed([known, unknown])
+    refuse_mixed([known, measured(ended_at="of a pair, made from cells that say it")])

@@ -285,6 +285,9 @@ def other_hosts():
     files = {}
     for path, plan in (*PLAN.cells.items(), *PLAN.serves.items()):
         files.setdefault((plan.cell.route, path in PLAN.serves), []).append(Path(path))
+    for path, plan in PLAN.costs.items():
+        for arm in plan.cell.arms:
+            files.setdefault((arm.route, False), []).append(Path(path))
     found = []
     for (route, _), paths in files.items():
         if STUDY.routes[route].kind == "endpoint":

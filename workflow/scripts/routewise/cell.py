@@ -24,10 +24,10 @@ import pyarrow as pa
 
 from routewise.claim import ClaimSpec, Held
 from routewise.compare import RowSummary
-from routewise.device import identify_device
+from routewise.device import identify_device, kind_of_device
 from routewise.engine import Context, Engine, Model, Settings, check_identity, load_engine
 from routewise.errors import RoutewiseError
-from routewise.hold import held_for_job
+from routewise.hold import before_it_is_held, held_for_job, identify_held
 from routewise.machine import describe_machine, device_scope
 from routewise.progress import Progress
 from routewise.replay import PlainRun, ReplayRun, plan_passes, run_plain, run_replay
@@ -94,15 +94,18 @@ class Inputs:
 
 
 class Bench:
-    """An opened build, and the model once it is needed."""
+    """An opened build, and the model once it is needed.
 
-    def __init__(self, cell: Cell, inputs: Inputs) -> None:
+    ``device`` is the identity of the units that are held; without it all of the device are asked.
+    """
+
+    def __init__(self, cell: Cell, inputs: Inputs, device: dict[str, Any] | None = None) -> None:
         self.cell = cell
         self.inputs = inputs
         self.engine: Engine = load_engine(inputs.build / "lib")
         self.build = check_identity(self.engine, inputs.build / "build.json")
         self.machine = describe_machine()
-        self.device = identify_device(cell.device)
+        self.device = identify_device(cell.device) if device is None else device
         self._model: Model | None = None
         self._room: npt.NDArray[np.float32] | None = None
 
@@ -121,7 +124,7 @@ class Bench:
 
     def key_inputs(self, table: str, prompt_digest: str) -> dict[str, Any]:
         """Return everything that a fragment of this cell depends on."""
-        scope = {**device_scope(self.machine), **self.device}
+        scope = {**device_scope(self.machine), **kind_of_device(self.device)}
         return _key_inputs(
             self.cell, self.inputs, self.build["fingerprint"], scope, table, prompt_digest
         )
@@ -166,8 +169,8 @@ def measure_cell(cell: Cell, inputs: Inputs, output: Path, plain_path: Path | No
         if plain_path is None:
             raise RoutewiseError(f"{cell.name}: a replay needs its plain cell", "give --plain")
         table, measure = REPLAY, _measure_replay
-    with _held(cell, inputs, table, lines) as held:
-        bench = Bench(cell, inputs)
+    with _held(cell, inputs, table, lines) as (held, device):
+        bench = Bench(cell, inputs, device)
         may_measure = held is not None or cell.claim is None
         parts, notes = _gather(bench, table, measure, lines, may_measure)
     rows = pa.concat_tables(parts)
@@ -208,42 +211,48 @@ def measure_cell(cell: Cell, inputs: Inputs, output: Path, plain_path: Path | No
 @contextlib.contextmanager
 def _held(
     cell: Cell, inputs: Inputs, table: TableSchema, prompts: list[dict[str, Any]]
-) -> Iterator[Held | None]:
+) -> Iterator[tuple[Held | None, dict[str, Any]]]:
     """Hold the cell's device for a ``with`` block, unless all its fragments are stored.
 
-    The engine is loaded within: programs learn from the environment which unit is theirs. None
-    where nothing is held.
+    The engine is loaded within: programs learn from the environment which unit is theirs. Gives
+    what is held, None where nothing is, and the identity of the device that the fragments are of.
     """
-    if cell.device == "cpu" or _all_stored(cell, inputs, table, prompts):
-        yield None
+    if cell.device == "cpu":
+        yield None, {}
+        return
+    if (stored := _stored_for(cell, inputs, table, prompts)) is not None:
+        yield None, stored
         return
     with held_for_job(cell.device, cell.claim, cell.name) as held:
         if held is not None:
             os.environ.update(held.environment)
-        yield held
+        yield held, identify_held(cell.device, held)
 
 
-def _all_stored(
+def _stored_for(
     cell: Cell, inputs: Inputs, table: TableSchema, prompts: list[dict[str, Any]]
-) -> bool:
-    """Say whether every fragment is stored, as far as the build's own record tells.
+) -> dict[str, Any] | None:
+    """Return the kind of unit of which every fragment is stored, as far as the build's record says.
 
+    None where there is no such kind: fragments of two kinds of unit are never joined in one cell.
     What is adopted in the end is looked up once more, under the libraries that are really mapped.
     """
     try:
         fingerprint = json.loads((inputs.build / "build.json").read_text())["fingerprint"]
     except (OSError, ValueError, KeyError):
-        return False
-    scope = {**device_scope(describe_machine()), **identify_device(cell.device)}
+        return None
     store = Store(inputs.store)
-    return all(
-        store.get(
-            fragment_key(_key_inputs(cell, inputs, fingerprint, scope, table.name, one["digest"])),
-            table,
-        )
-        is not None
-        for one in prompts
-    )
+    machine = device_scope(describe_machine())
+
+    def is_stored(device: dict[str, Any], digest: str) -> bool:
+        scope = {**machine, **kind_of_device(device)}
+        key = fragment_key(_key_inputs(cell, inputs, fingerprint, scope, table.name, digest))
+        return store.get(key, table) is not None
+
+    for device in before_it_is_held(cell.device, cell.claim):
+        if all(is_stored(device, one["digest"]) for one in prompts):
+            return device
+    return None
 
 
 def _gather(

@@ -598,6 +598,14 @@ def _end_block(_number: int, _frame: FrameType | None) -> None:
 # --- units -------------------------------------------------------------------------------------
 
 
+def visible_units(spec: ClaimSpec) -> tuple[str, ...]:
+    """Return the ids of the units that a claim of this process could get.
+
+    Raises RoutewiseError where there is none.
+    """
+    return tuple(_units_of(spec, os.environ).values())
+
+
 def _units_of(spec: ClaimSpec, environment: Mapping[str, str]) -> dict[str, str]:
     """Return key → id of the units that this process may use, the key being the same everywhere.
 

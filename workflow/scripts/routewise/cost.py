@@ -24,9 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from routewise.claim import ClaimSpec, Held, hold_device
+from routewise.claim import ClaimSpec, Held
 from routewise.engine import Context, Settings, check_identity, load_engine
 from routewise.errors import RoutewiseError
+from routewise.hold import held_for_job, identify_held
 from routewise.machine import (
     clock_mhz,
     describe_machine,
@@ -48,12 +49,14 @@ _SETTLE_S = 0.005
 
 @dataclass(frozen=True)
 class Arm:
-    """One route of a cost cell."""
+    """One route of a cost cell; ``claim`` is the name under which its device is held."""
 
     route: str
     build: Path  # folder with lib/ and build.json
     settings: Settings
     env: dict[str, str]
+    device: str = "cpu"
+    claim: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class CostCell:
     def from_document(cls, document: dict[str, Any]) -> CostCell:
         """Read a cell back from the JSON value that :meth:`document` made."""
         arms = tuple(
-            Arm(a["route"], Path(a["build"]), Settings(**a["settings"]), a["env"])
+            Arm(**{**a, "build": Path(a["build"]), "settings": Settings(**a["settings"])})
             for a in document["arms"]
         )
         claims = tuple(map(ClaimSpec.from_document, document["claims"]))
@@ -176,7 +179,22 @@ def _time_pass(context: Context, tokens: list[int], depth: int, width: int) -> i
 def _claims(cell: CostCell) -> Iterator[list[Held]]:
     with ExitStack() as stack:
         label = f"cost {cell.model}"
-        yield [stack.enter_context(hold_device(spec, label)) for spec in cell.claims]
+        for arm in cell.arms:  # whether the device is there is asked of all, before any is held
+            stack.enter_context(held_for_job(arm.device, None, label))
+        yield [
+            held
+            for spec in cell.claims
+            if (held := stack.enter_context(held_for_job(None, spec, label))) is not None
+        ]
+
+
+def identify_arms(cell: CostCell, claims: Sequence[Held]) -> dict[str, dict[str, Any]]:
+    """Return what is known of each arm's device, by route: of the units that are held for it."""
+    held = {one.device: one for one in claims}
+    return {
+        arm.route: identify_held(arm.device, held.get(arm.claim) if arm.claim else None)
+        for arm in cell.arms
+    }
 
 
 @contextmanager
@@ -208,7 +226,12 @@ def measure_cost(
     The devices of all arms are held for it, so that nobody else who claims them runs beside it.
     """
     samples: list[dict[str, Any]] = []
-    with _claims(cell) as claims, _workers(cell, model, script) as workers:
+    with ExitStack() as stack:
+        claims = stack.enter_context(_claims(cell))
+        for held in claims:
+            os.environ.update(held.environment)  # the workers learn from it which units are theirs
+        devices = identify_arms(cell, claims)
+        workers = stack.enter_context(_workers(cell, model, script))
         started_at = datetime.now(UTC)
         described = {w.arm.route: w.ask({"do": "describe"}) for w in workers}
         for width in cell.widths:
@@ -254,6 +277,7 @@ def measure_cost(
         "invalid_reasons": [],
         "model": model_record,
         "machine": describe_machine(),
+        "device": devices,
         "claims": [
             {"device": held.device, "wait_s": held.wait_s, "hold_s": held.hold_s} for held in claims
         ],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +53,18 @@ def missing_devices(devices: Iterable[str], folder: Path = Path("/dev")) -> dict
     return missing
 
 
-def identify_device(device: str, unit: str | None = None) -> dict[str, Any]:
+def identify_device(device: str, units: Sequence[str] = ()) -> dict[str, Any]:
     """Return what is known of a device; empty for ``cpu``, which the machine's scope describes.
 
-    ``unit`` is the unit that is held, None for all of them or where none is.
+    ``units`` are the units that are held; empty for all that there are.
     """
     if device == "cpu":
         return {}
-    if device == "cuda" and (rows := _ask_nvidia(unit)) is not None:
+    if device == "cuda" and (rows := _ask_nvidia(units)) is not None:
         return {"device": device, "gpus": rows}
     return {
         "device": device,
-        "unit": unit,
+        "units": list(units),
         "boot": _read("/proc/sys/kernel/random/boot_id"),
         "kernel": _read("/proc/sys/kernel/osrelease"),
         "modules": {
@@ -73,11 +73,30 @@ def identify_device(device: str, unit: str | None = None) -> dict[str, Any]:
     }
 
 
-def _ask_nvidia(unit: str | None) -> list[list[str]] | None:
-    """Return name, driver and UUID of each GPU, or of one; None without the vendor's tool."""
+def kind_of_device(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a device's identity that a stored answer is known by.
+
+    Two units of one kind are one: neither a UUID nor the name of a unit is in it.
+    """
+    kind = {key: value for key, value in identity.items() if key != "units"}
+    if "gpus" in kind:
+        kind["gpus"] = [list(gpu) for gpu in sorted({tuple(row[:2]) for row in kind["gpus"]})]
+    return kind
+
+
+def kinds_of_units(identity: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the identity that a device has where one of its units is held: one for each kind."""
+    kinds: dict[tuple[str, ...], dict[str, Any]] = {}
+    for row in identity.get("gpus", ()):
+        kinds.setdefault(tuple(row[:2]), {**identity, "gpus": [row]})
+    return list(kinds.values()) or [dict(identity)]
+
+
+def _ask_nvidia(units: Sequence[str]) -> list[list[str]] | None:
+    """Return name, driver and UUID of each GPU, or of some; None without the vendor's tool."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version,uuid", "--format=csv,noheader"]
-    if unit is not None:
-        command += ["--id", unit]
+    if units:
+        command += ["--id", ",".join(units)]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_QUERY_LIMIT_S, check=True

@@ -39,6 +39,7 @@ def measure_dispatch(cell: ServeCell, inputs: ServeInputs, output: Path) -> None
     if reason is None:
         log = LOGS[str(cell.serving.dispatch)]
         with held_device(cell) as held:
+            job.know(held)
             for fragment in job.fragments:
                 seen.append(_observe(job, fragment.block, log, held))
     provenance = serving_provenance(job, started_at, prompt_provenance)

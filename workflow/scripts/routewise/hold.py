@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-from routewise.claim import ClaimSpec, Held, hold_device, run_under_hold
-from routewise.device import missing_devices
+from routewise.claim import ClaimSpec, Held, hold_device, run_under_hold, visible_units
+from routewise.device import identify_device, kinds_of_units, missing_devices
 from routewise.errors import RoutewiseError
 
 
@@ -32,3 +33,24 @@ def held_for_job(device: str | None, claim: ClaimSpec | None, name: str) -> Iter
     run_under_hold(claim, name)
     with hold_device(claim, name) as held:
         yield held
+
+
+def identify_held(device: str, held: Held | None) -> dict[str, Any]:
+    """Return what is known of the units that a job holds; of all where it holds none."""
+    return identify_device(device, () if held is None else held.units)
+
+
+def before_it_is_held(device: str, claim: ClaimSpec | None) -> list[dict[str, Any]]:
+    """Return what a job's device may turn out to be once it is held, each kind once.
+
+    A box may have unlike units, and nobody knows which one will be free. Empty where the claim
+    could get none: the claim itself then says why.
+    """
+    if claim is None or device == "cpu":
+        return [identify_device(device)]
+    try:
+        units = visible_units(claim)
+    except RoutewiseError:
+        return []
+    found = identify_device(device, units)
+    return [found] if claim.whole else kinds_of_units(found)

@@ -18,6 +18,8 @@ from routewise.schema.file import read_provenance
 
 #: Facts of a machine that bits may depend on, and what names an accelerator and its driver.
 _SCOPE_KEYS = (*SCOPE_KEYS, "gpu", "driver")
+#: What of these is an accelerator's: recorded in one cell and not in another, it is no one scope.
+_DEVICE_KEYS = {"device", "device kernel", "device modules", "device and driver"}
 #: Cell files named for each value; of the rest the number is told.
 _SHOWN = 8
 
@@ -58,6 +60,31 @@ def host_scope(provenance: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
+def of_route(provenance: Mapping[str, Any], route: str) -> Mapping[str, Any]:
+    """Return what a cell recorded, of one route: a cost cell has a device for each of its own."""
+    if (provenance.get("cell") or {}).get("sweep") != "cost":
+        return provenance
+    return {**provenance, "device": (provenance.get("device") or {}).get(route)}
+
+
+def _count_unsaid(scopes: dict[str, dict[str, list[Measured]]], found: list[Measured]) -> None:
+    """Give a fact of an accelerator that a cell did not record a value of its own.
+
+    A cell that says nothing of its machine either, a pair, leaves that to the cells it was made of.
+    """
+    if "device" not in scopes:
+        return
+    for key in _DEVICE_KEYS & scopes.keys():
+        said = {id(one) for cells in scopes[key].values() for one in cells}
+        unsaid = [
+            one
+            for one in found
+            if id(one) not in said and ("machine" in one.provenance or "device" in one.provenance)
+        ]
+        if unsaid:
+            scopes[key]["not recorded"] = unsaid
+
+
 def refuse_mixed(measured: Iterable[Measured]) -> None:
     """Check that each part of a route ran one build on one kind of host.
 
@@ -74,6 +101,7 @@ def refuse_mixed(measured: Iterable[Measured]) -> None:
             builds.setdefault(one.fingerprint or "no fingerprint", []).append(one)
             for key, value in host_scope(one.provenance).items():
                 scopes.setdefault(key, {}).setdefault(value, []).append(one)
+        _count_unsaid(scopes, found)
         if len(builds) > 1:
             raise RoutewiseError(
                 f"route {route}: its {part} cells were measured with {len(builds)} different "
@@ -102,7 +130,8 @@ def other_host_sentence(
     if not made or len(made) == len(planned):
         return None
     newest = max(made, key=lambda path: str(read_provenance(path).get("ended_at") or ""))
-    before, now = host_scope(read_provenance(newest)), host_scope(here())
+    before = host_scope(of_route(read_provenance(newest), route))
+    now = host_scope(here())
     told = [
         f"{key} was {before[key]} and is {now[key]}"
         for key in before

@@ -432,7 +432,14 @@ def _plan_cost(
         return costs
     routes: list[Route] = [study.routes[name] for name in study.cost["routes"]]
     arms = tuple(
-        Arm(route.name, builds[_build_of(route)].engine_dir, route.settings, route.env)
+        Arm(
+            route.name,
+            builds[_build_of(route)].engine_dir,
+            route.settings,
+            route.env,
+            route.serving.device,
+            None if route.serving.claim is None else route.serving.claim.device,
+        )
         for route in routes
     )
     for model in study.cost["models"]:

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,10 @@ import pyarrow as pa
 from routewise.block import Block, Prepared, prepare_round, prompt_refusal
 from routewise.claim import Held
 from routewise.client import Client, Round, is_fair_witness
-from routewise.device import identify_device
+from routewise.device import kind_of_device
 from routewise.digest import digest_of
 from routewise.errors import RoutewiseError
-from routewise.hold import held_for_job
+from routewise.hold import before_it_is_held, held_for_job, identify_held
 from routewise.identity import Identity
 from routewise.launch import launch_of
 from routewise.machine import describe_machine, device_scope
@@ -69,10 +69,13 @@ def measure_serving(cell: ServeCell, inputs: ServeInputs, output: Path) -> None:
     table, prompt_provenance = read_table(inputs.prompts, PROMPTS)
     prompts = table.to_pylist()
     job = ServingJob(cell, inputs, prompts)
-    job.take_stored()
+    job.look_up()
     n_adopted = len(job.rows)
     if job.missing:
         with held_device(cell) as held:
+            job.know(held)
+            job.take_stored()
+            n_adopted = len(job.rows)
             for life in sorted({fragment.block.life for fragment in job.missing}):
                 job.measure_life(life, held)
     parts = [
@@ -151,7 +154,8 @@ class ServingJob:
         self.inputs = inputs
         self.prompts = prompts
         self.machine = describe_machine()
-        self.device = identify_device(cell.serving.device)
+        #: What is known of the device; at first of one that it may turn out to be.
+        self.device: dict[str, Any] = {}
         self.launch = launch_of(cell, inputs)
         self.identity = self.launch.identity
         self.store = Store(inputs.store)
@@ -163,6 +167,8 @@ class ServingJob:
         self.progress = Progress(
             f"{cell.name}:", sum(len(one.rounds) for one in self.fragments), "rounds"
         )
+        for device in before_it_is_held(cell.serving.device, cell.serving.claim)[:1]:
+            self._take_for(device)
 
     @property
     def missing(self) -> list[Fragment]:
@@ -210,8 +216,35 @@ class ServingJob:
             "code": self.inputs.code_digest,
             "artefact": self.identity.get("artefact"),
             "programs": self.identity.get("programs"),
-            "device": {**device_scope(self.machine), **self.device},
+            "device": self._scope(),
         }
+
+    def _scope(self) -> dict[str, Any]:
+        return {**device_scope(self.machine), **kind_of_device(self.device)}
+
+    def look_up(self) -> None:
+        """Adopt what is stored, of the kind of unit of which all is, where there is such a kind."""
+        for device in before_it_is_held(self.cell.serving.device, self.cell.serving.claim):
+            self._take_for(device)
+            self.take_stored()
+            if not self.missing:
+                return
+
+    def know(self, held: Held | None) -> None:
+        """Go by the units that are held: only what was answered on their kind counts."""
+        self._take_for(identify_held(self.cell.serving.device, held))
+
+    def _take_for(self, device: dict[str, Any]) -> None:
+        """Take ``device`` for the one that answers: fragments get its keys, and no row is kept."""
+        self.device = device
+        self.rows.clear()
+        self.notes.clear()
+        self.progress.start_at(0)
+        scope, fragments = self._scope(), self.fragments
+        self.fragments = []
+        for one in fragments:
+            inputs = {**one.key_inputs, "device": scope}
+            self.fragments.append(replace(one, key_inputs=inputs, key=fragment_key(inputs)))
 
     def take_stored(self) -> None:
         """Adopt what the store has. Of an endpoint nothing is: what answers may be another."""

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from routewise.digest import digest_of
 from routewise.errors import RoutewiseError
-from routewise.one_build import Measured, refuse_mixed
+from routewise.one_build import Measured, of_route, refuse_mixed
 from routewise.schema.file import read_table, table_name, write_table
 from routewise.schema.study import CELL_TABLES, CELLS, STUDY_TABLES
 
@@ -207,7 +207,13 @@ def measured(path: str, sweep: str, provenance: Mapping[str, Any]) -> list[Measu
     told = {"ended_at": provenance.get("ended_at")} if is_pair else provenance
     routes = [route] if route and not is_pair else sorted(provenance.get("builds") or [])
     return [
-        Measured(name, sweep in SERVING_SWEEPS, fingerprint_of(provenance, name), path, told)
+        Measured(
+            name,
+            sweep in SERVING_SWEEPS,
+            fingerprint_of(provenance, name),
+            path,
+            of_route(told, name),
+        )
         for name in routes
         if not is_pair or build_of(provenance, name)
     ]
