@@ -185,6 +185,9 @@ def test_a_cost_cell_says_the_device_of_each_of_its_routes(made: MadeStudy) -> N
     def card(driver: str) -> dict[str, Any]:
         return {"device": "cuda", "gpus": [["Card 9", driver, "u"]]}
 
+    def here() -> dict[str, Any]:
+        return {"machine": on(), "device": card("550.1")}
+
     for path in made.write():
         if ".cpu-exact." in path.name:
             made.record("cpu-exact", path.name.split(".")[-2], device=card("550.1"))
@@ -197,8 +200,7 @@ def test_a_cost_cell_says_the_device_of_each_of_its_routes(made: MadeStudy) -> N
         cells = made.write()
         [cost] = [path for path in cells if path.name.startswith("cost")]
         planned = [cost, cost.with_name("not-yet.parquet")]
-        here = {"machine": on(), "device": card("550.1")}
-        told = other_host_sentence("cpu-exact", planned, lambda here=here: here)
+        told = other_host_sentence("cpu-exact", planned, here)
         assert (told is None) == joined
         if joined:
             build_tables(made.declared, cells)
