@@ -88,10 +88,12 @@ class Workplace:
             assert bool(made) == (found[stage] == RUNS), (stage, made)
             if made:
                 [found[stage]] = {measured(path) for path in made}
-        for stage in BUILDS:
-            if found[stage] == RUNS:
-                n_compiled = self._n_compiled(stage)
-                found[stage] = f"compiles {n_compiled}" if n_compiled else LINKS
+        ran = [stage for stage in BUILDS if found[stage] == RUNS]
+        compiled = {stage: self._n_compiled(stage) for stage in ran}
+        if len(ran) == 2:  # either may come first, and finds nothing compiled: they share objects
+            compiled = {"engine": sum(compiled.values()), "server": 0}
+        for stage, n_compiled in compiled.items():
+            found[stage] = f"compiles {n_compiled}" if n_compiled else LINKS
         return found
 
     def left(self) -> dict[str, int]:
