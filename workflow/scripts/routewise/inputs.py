@@ -40,7 +40,7 @@ SWEEP_INPUTS: dict[str, frozenset[str]] = {
 WORDS: dict[str, str] = {
     "build": "the build",
     "builds": "a build of its routes",
-    "cell": "what is asked of the server",
+    "cell": "what the job is to do",
     "code": "the measuring code",
     "device": "the device or its claim",
     "env": "the route's environment",
