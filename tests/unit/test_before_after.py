@@ -130,6 +130,18 @@ def test_bits_are_read_from_cell_files_unless_they_were_measured_again(
     assert "measured again" in told(report, "unobservable")[0]
 
 
+def test_tables_of_other_libraries_are_not_the_receipts(one: MadeStudy, two: MadeStudy) -> None:
+    """As where tables were made again, and the receipt could not be written."""
+    old, new = written(one), written(two)
+    document = json.loads(old.read_text())
+    for route in document["provenance"]["routes"].values():
+        route["fingerprint"] = "0" * 64
+    old.write_text(json.dumps(document))
+    report = compare_receipts(old, new, one.folder)
+    assert "other libraries than the receipt says" in told(report, "unobservable")[0]
+    assert not any("rows equal" in line for line in report.lines)
+
+
 def test_receipts_with_nothing_in_common_are_refused(one: MadeStudy) -> None:
     with pytest.raises(RoutewiseError, match="share no claim"):
         compare_receipts(written(one), KEPT / "cpu-serving" / "receipt.json", one.folder)

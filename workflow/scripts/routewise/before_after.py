@@ -198,6 +198,9 @@ def _plain_rows(
         except RoutewiseError as error:
             return error.problem
         if len(rows := rows[rows["cell"] == shown]):
+            # tables may have been made again, and the receipt not
+            if set(rows["fingerprint"]) != {_recorded(receipt, rows["route"].iloc[0])}:
+                return f"{table} was made of other libraries than the receipt says"
             return rows
     places = (Path(shown), results / "cells" / Path(shown).parent.name / Path(shown).name)
     path = next((place for place in places if place.is_file()), None)
@@ -211,10 +214,13 @@ def _plain_rows(
     if str(provenance.get("ended_at") or "") > measured_to(receipt):
         return f"{path} was measured again after the receipt"
     route = provenance["cell"]["route"]
-    recorded = receipt["provenance"]["routes"].get(route, {}).get("fingerprint")
-    if build_of(provenance, route).get("fingerprint") != recorded:
+    if build_of(provenance, route).get("fingerprint") != _recorded(receipt, route):
         return f"{path} was measured with other libraries than the receipt says"
     return cell.select([*_ROW, "prompt_index", "status", "logits_hash"]).to_pandas()
+
+
+def _recorded(receipt: Mapping[str, Any], route: str) -> Any:
+    return receipt["provenance"]["routes"].get(route, {}).get("fingerprint")
 
 
 def _bits(
