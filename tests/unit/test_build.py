@@ -446,6 +446,11 @@ def _wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
     ("more", "message"),
     [
         (["--digest", "0" * 12], "planned as 000000000000, its source is now"),
+        (
+            ["--digest", "0" * 12, "--toolchain", '{"c": "another 9.9"}'],
+            "this host has another compiler or CPU than the one that planned it (c: planned with "
+            "another 9.9, here ",
+        ),
         (["--build", '{"source": "small", "backend": "cpu", "patch": "no"}'], "unknown patch 'no'"),
         (["--build", '{"source": "small", "backend": "abacus"}'], "backend is 'abacus'"),
     ],

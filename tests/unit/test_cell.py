@@ -553,3 +553,13 @@ def test_a_cell_knows_the_unit_that_it_held_and_adopts_nothing_of_another_kind(
     other = on_card(units=1, unit_ids=("0",))
     assert (other["n_adopted"], other["device"]["gpus"][0][0]) == (0, "Old card")
     assert not set(other["fragments"]) & set(first["fragments"])
+
+
+def test_a_damaged_plain_cell_is_told_before_anything_is_measured(place: Workplace) -> None:
+    place.measure("plain")
+    content = place.path("plain").read_bytes()
+    place.path("plain").write_bytes(content[: len(content) // 2])
+    stored = sorted(place.inputs.store.rglob("*"))
+    with pytest.raises(RoutewiseError, match=r"plain\.parquet"):
+        place.measure("w2")
+    assert sorted(place.inputs.store.rglob("*")) == stored

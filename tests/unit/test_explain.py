@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from routewise.explain import differences, explain_cells
+from routewise.explain import damaged_cells, differences, explain_cells
 from routewise.inputs import write_manifest
 
 INPUTS: dict[str, Any] = {
@@ -127,3 +127,10 @@ def test_the_plain_cell_is_told_only_where_nothing_else_is(tmp_path: Path, other
     now = {**INPUTS, "plain": "p"} | ({"model": "6" * 64} if other == "model" else {})
     [said] = differences(INPUTS, now, tmp_path)
     assert said.startswith("the model" if other == "model" else "the plain cell")
+
+
+def test_a_cell_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    whole, cut = (write_cell(tmp_path, digest, INPUTS) for digest in ("whole", "cut"))
+    cut.write_bytes(cut.read_bytes()[:20])
+    planned = [str(whole), str(cut), str(tmp_path / "not_made.parquet")]
+    assert damaged_cells(planned) == [str(cut)]

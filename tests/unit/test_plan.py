@@ -677,3 +677,26 @@ def test_a_cost_job_has_one_kind_of_host(house: House) -> None:
         house.plan()
     house.study["builds"]["cpu-twice"]["host"] = "box"
     house.plan()
+
+
+def test_builds_that_name_no_host_are_known(house: House) -> None:
+    del house.study["sweeps"]["cost"]
+    house.study["hosts"] = {"box": {"mem_mb": 1000}}
+    plan = house.plan()
+    files = {str(plan.builds["cpu-stock"].engine_dir / "build.json")}
+    assert plan.builds_without_host(files) == ["cpu-stock"]
+    assert plan.builds_without_host(set()) == []
+    house.study["builds"]["cpu-stock"]["host"] = "box"
+    house.study["routes"]["cpu-stock"]["host"] = "box"
+    plan = house.plan()
+    files = {str(plan.builds["cpu-stock"].engine_dir / "build.json")}
+    assert plan.builds_without_host(files) == []
+
+
+def test_a_cell_too_long_for_a_command_is_refused(house: House) -> None:
+    env = {"GGML_X": "x" * 50_000}
+    house.study["routes"]["cpu-stock"]["env"] = env
+    house.plan()
+    env["GGML_X"] = "x" * 70_000
+    with pytest.raises(RoutewiseError, match=r"cpu-stock.* bytes long, wanted at most 114688"):
+        house.plan()

@@ -23,6 +23,7 @@ def build_arguments(plan, part):
         *("--source", canonical_json(STUDY.sources[plan.source])),
         *("--part", part),
         *("--digest", plan.part_dir(part).name),
+        *("--toolchain", canonical_json(plan.toolchain)),
     ]
 
 

@@ -312,6 +312,13 @@ def before_jobs():
     """
     if on_cluster():
         os.environ[FROZEN_PLAN] = str(freeze_plan(PLAN))
+        made = {str(file) for job in workflow.dag.needrun_jobs() for file in job.output}
+        for name in PLAN.builds_without_host(made):
+            print(
+                f"routewise: warning: build {name} names no `host`: it can be compiled only where"
+                " compiler and CPU are those of this host (docs/cluster.md)",
+                file=sys.stderr,
+            )
     elif any(job.rule.name != "explain" for job in workflow.dag.targetjobs):
         for error in missing_here():
             raise WorkflowError(str(error))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from routewise.build import PARTS, BuildSpec, plan_build, run_build
@@ -25,6 +26,7 @@ def main(
     source: str,
     part: str,
     digest: str | None,
+    toolchain: str | None,
     patches_dir: Path,
     results_dir: Path,
     log: Path | None,
@@ -32,7 +34,8 @@ def main(
 ) -> None:
     """Build ``part`` of build ``name``; ``build`` and ``source`` are study entries as JSON.
 
-    With ``digest`` (its first characters are enough) the build must still be the planned one.
+    With ``digest`` (its first characters are enough) the build must still be the planned one;
+    ``toolchain``, the planned one as JSON, tells another host from an edit.
     """
     spec = BuildSpec.from_config(name, json.loads(build))
     source_spec = SourceSpec.from_config(spec.source, json.loads(source))
@@ -42,6 +45,13 @@ def main(
     plan = plan_build(name, spec, root, results_dir, patch=patch, cache=cache)
     cache.save()
     if digest and not plan.part_digest(part).startswith(digest):
+        if toolchain and (other := _differences(json.loads(toolchain), plan.toolchain)):
+            raise RoutewiseError(
+                f"build {name}: this host has another compiler or CPU than the one that planned it"
+                f" ({other})",
+                "name the kind of host that compiles it: a `host` of the build (docs/cluster.md); "
+                "where the compiler here was changed, run the same command again",
+            )
         raise RoutewiseError(
             f"build {name}: planned as {digest}, its source is now {plan.part_digest(part)[:12]}",
             "the source or the patch was edited after planning: run the same command again",
@@ -50,6 +60,14 @@ def main(
     _say(
         f"build {name}: {plan.part_dir(part)}, {document['n_compiled']} files compiled in "
         f"{document['build_s']:.0f} s, fingerprint {document['fingerprint'][:12]}"
+    )
+
+
+def _differences(planned: Mapping[str, str], here: Mapping[str, str]) -> str:
+    return "; ".join(
+        f"{name}: planned with {planned.get(name)}, here {here.get(name)}"
+        for name in sorted({*planned, *here})
+        if planned.get(name) != here.get(name)
     )
 
 
@@ -64,6 +82,7 @@ if __name__ == "__main__":
     parser.add_argument("--source", required=True, help="its source's entry, as JSON")
     parser.add_argument("--part", choices=sorted(PARTS), default="engine")
     parser.add_argument("--digest", help="of the part, as planned")
+    parser.add_argument("--toolchain", help="compilers and CPU, as planned, as JSON")
     parser.add_argument("--patches-dir", type=Path, default=Path("patches"))
     parser.add_argument("--results-dir", type=Path, default=Path("results"))
     parser.add_argument("--log", type=Path)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from routewise.errors import report_errors
-from routewise.explain import explain_cells
+from routewise.explain import damaged_cells, explain_cells
 from routewise.plan import plan_study
 from routewise.study import check_study
 
@@ -27,6 +27,8 @@ def main(study: dict[str, Any], results_dir: Path, root: Path) -> None:
     for build in plan.builds.values():
         if not (build.engine_dir / "build.json").is_file():
             print(f"build {build.name}: its engine has not been compiled from this source yet")
+    for path in damaged_cells(cells):
+        print(f"{path}: cannot be read: remove it, and it is measured again")
     told = ", ".join(f"{n} {sweep}" for sweep, n in sorted(sweeps.items()))
     print(f"{sum(sweeps.values())} of {len(cells)} cells would run{f' ({told})' if told else ''}.")
 

@@ -169,14 +169,16 @@ def measure_cell(cell: Cell, inputs: Inputs, output: Path, plain_path: Path | No
         if plain_path is None:
             raise RoutewiseError(f"{cell.name}: a replay needs its plain cell", "give --plain")
         table, measure = REPLAY, _measure_replay
+    # what is wrong with the plain cell is said before anything is measured
+    plain_bits = None if plain_path is None or table is PLAIN else _stored_bits(plain_path)
     with _held(cell, inputs, table, lines) as (held, device):
         bench = Bench(cell, inputs, device)
         may_measure = held is not None or cell.claim is None
         parts, notes = _gather(bench, table, measure, lines, may_measure)
     rows = pa.concat_tables(parts)
     reasons = sorted({reason for note in notes for reason in note["invalid_reasons"]})
-    if plain_path is not None and table is REPLAY:
-        rows = _check_plain_repeat(rows, plain_path)
+    if plain_bits is not None:
+        rows = _check_plain_repeat(rows, plain_bits)
     provenance = {
         "cell": {
             key: getattr(cell, key)
@@ -381,10 +383,10 @@ def _placed(rows: pa.Table, prompt: dict[str, Any]) -> pa.Table:
     return rows.replace_schema_metadata(None)
 
 
-def _check_plain_repeat(rows: pa.Table, plain_path: Path) -> pa.Table:
-    """Say of each row whether this job's plain arm gave the bits of the plain cell."""
+def _stored_bits(plain_path: Path) -> dict[tuple[str, int], str]:
+    """Return the digest of each logits row of a plain cell, by prompt and step."""
     plain, _ = read_table(plain_path, PLAIN)
-    stored = {
+    return {
         (prompt_id, step): digest
         for prompt_id, step, digest in zip(
             plain["prompt_id"].to_pylist(),
@@ -393,6 +395,10 @@ def _check_plain_repeat(rows: pa.Table, plain_path: Path) -> pa.Table:
             strict=True,
         )
     }
+
+
+def _check_plain_repeat(rows: pa.Table, stored: dict[tuple[str, int], str]) -> pa.Table:
+    """Say of each row whether this job's plain arm gave the bits of the plain cell."""
     equal = [
         stored.get((prompt_id, step)) == digest
         for prompt_id, step, digest in zip(

@@ -10,7 +10,7 @@ that an edit is told by the file that was edited.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,11 @@ def explain_cells(planned: Mapping[str, Mapping[str, Any]], results: Path) -> It
         file, before = found
         changes = tuple(differences(before, planned[path], results))
         yield Reason(path, changes or ("nothing of its inputs: its file is gone",), str(file))
+
+
+def damaged_cells(planned: Iterable[str]) -> list[str]:
+    """Return the cells that are there and say nothing of themselves: cut short, or no cell."""
+    return [path for path in planned if Path(path).is_file() and not read_provenance(Path(path))]
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], results: Path) -> Iterator[str]:

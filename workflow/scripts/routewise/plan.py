@@ -13,14 +13,15 @@ import functools
 import json
 import os
 import pickle
+import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from routewise.build import BuildPlan, BuildSpec, plan_build
+from routewise.build import PARTS, BuildPlan, BuildSpec, plan_build
 from routewise.cell import PLAIN_VARIANT, Cell
 from routewise.claim import ClaimSpec
 from routewise.cost import Arm, CostCell
@@ -47,6 +48,10 @@ from routewise.study import Study
 #: Environment of every replay. Threads that spin at a barrier slow a busy machine many times and
 #: change no bit; a cost cell, where time is what is measured, runs with the engine's own default.
 REPLAY_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive"}
+
+#: Bytes of a cell and its inputs, quoted: one argument has at most 128 KiB (Linux), paths included.
+LONGEST_CELL = 112 * 1024
+_SURELY_SHORT = 8 * 1024
 
 #: Whose code a sweep's rows depend on.
 MEASURING_SCRIPTS = (
@@ -160,6 +165,15 @@ class StudyPlan:
                 found.setdefault(route.serving.device, set()).add(route.name)
         return found
 
+    def builds_without_host(self, files: Container[str]) -> list[str]:
+        """Return the builds of which one of ``files`` will be compiled, and that name no host."""
+        return [
+            build.name
+            for build in self.builds.values()
+            if build.host is None
+            and any(str(build.part_dir(part) / "build.json") in files for part in PARTS)
+        ]
+
     def job_names(self) -> dict[str, str]:
         """Return what the job of a file is called for people, where its rule does not say it."""
         cells: dict[str, CellPlan | ServePlan] = {**self.cells, **self.serves}
@@ -245,9 +259,34 @@ def plan_study(study: Study, results: Path, root: Path) -> StudyPlan:
         agrees=plan_agree(study, results, serves, code["compare_routes"]),
         code=code,
     )
+    _check_lengths(plan)
     _write_manifests(plan, scripts, cache)
     cache.save()
     return plan
+
+
+def _check_lengths(plan: StudyPlan) -> None:
+    """Raise RoutewiseError where a cell is too long for a command line.
+
+    A job is told its cell and its inputs, and the shell gets both, quoted, as one argument.
+    """
+    plans: dict[str, CellPlan | CostPlan | ServePlan | AgreePlan] = {
+        **plan.cells,
+        **plan.costs,
+        **plan.serves,
+        **plan.agrees,
+    }
+    for path, cell in plans.items():
+        if len(cell.inputs_json) < _SURELY_SHORT:  # a long cell has long inputs
+            continue
+        words = shlex.join((cell.document, cell.inputs_json))
+        if (length := len(words.encode())) > LONGEST_CELL:
+            raise RoutewiseError(
+                f"{Path(path).stem}: the cell is {length} bytes long, wanted at most "
+                f"{LONGEST_CELL}: a longer one is no argument of a command",
+                "name fewer widths, repeats or rounds in its sweep, or less in env and args of its"
+                " routes; what is left goes into another study",
+            )
 
 
 def _write_manifests(plan: StudyPlan, scripts: Path, cache: DigestCache) -> None:
