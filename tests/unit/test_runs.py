@@ -154,7 +154,9 @@ def test_another_machine_of_the_same_name_is_no_earlier_boot(tmp_path: Path) -> 
     assert not other.certain
 
 
-@pytest.mark.parametrize("said", ["{", "[]", '{"since_s": "now"}', '{"since_s": 1e20}', None])
+@pytest.mark.parametrize(
+    "said", ["{", "[]", '{"since_s": "now"}', '{"since_s": 1e20}', '{"since_s": null}', None]
+)
 def test_a_record_that_cannot_be_read_may_be_a_run(tmp_path: Path, said: str | None) -> None:
     lock = left_lock(tmp_path)
     left = leave(tmp_path, boot="b", host="node7")

@@ -19,7 +19,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from routewise.errors import RoutewiseError, not_allowed
@@ -216,6 +216,7 @@ def _read(path: Path) -> Run | None:
         said = json.loads(path.read_text())
         values = {one.name: said[one.name] for one in fields(Run) if one.name in said}
         run = Run(**{**values, "outputs": tuple(values["outputs"])})
+        run = replace(run, since_s=float(run.since_s))
         run.who()  # with a time that is one
     except (OSError, OverflowError, ValueError, TypeError, KeyError):
         return None
