@@ -15,7 +15,7 @@ from routewise.cost import CostCell
 from routewise.digest import canonical_json
 from routewise.errors import RoutewiseError
 from routewise.explain import differences
-from routewise.inputs import cell_digest
+from routewise.inputs import json_digest
 from routewise.plan import (
     FROZEN_PLAN,
     MEASURING_SCRIPTS,
@@ -622,7 +622,7 @@ def test_a_list_of_cells_is_written_once_for_each_plan(house: House) -> None:
 
 def test_the_inputs_of_a_cell_make_its_path(house: House) -> None:
     for path, inputs in house.plan().named_cells().items():
-        assert Path(path).parent.name == cell_digest(inputs)
+        assert Path(path).parent.name == json_digest(canonical_json(inputs))
 
 
 def test_an_edit_is_explained_by_its_file(house: House) -> None:

@@ -65,7 +65,7 @@ def line_of(process: Process) -> str:
 
 
 def announced(pid: int) -> str:
-    return f"{pid}:{watch._start_ticks(pid)}:{watch.boot_id()}"
+    return f"{pid}:{watch.start_ticks_of(pid)}:{watch.boot_id()}"
 
 
 def test_a_job_ends_when_its_snakemake_is_killed(started: list[Process]) -> None:
@@ -163,7 +163,7 @@ def test_start_ticks_of_a_name_with_brackets_and_spaces(started: list[Process]) 
     process = start(started, code)
     line_of(process)
     uptime_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-    age_s = uptime_s - watch._start_ticks(process.pid) / os.sysconf("SC_CLK_TCK")
+    age_s = uptime_s - watch.start_ticks_of(process.pid) / os.sysconf("SC_CLK_TCK")
     assert 0 <= age_s < 60
 
 

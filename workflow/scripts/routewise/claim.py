@@ -36,11 +36,10 @@ from routewise.ledger import (
     contradicts,
     free_units,
     is_hardware_id,
-    start_ticks_of,
     user_name,
 )
 from routewise.progress import duration
-from routewise.watch import stat_fields, wait_for_end
+from routewise.watch import start_ticks_of, stat_fields, wait_for_end
 
 FOLDER = "ROUTEWISE_CLAIMS"
 #: The variables through which programs of a device family are told which units they may use.

@@ -15,7 +15,7 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
-from routewise.digest import DIGEST_LENGTH, canonical_json, digest_of, sha256_bytes, write_text
+from routewise.digest import DIGEST_LENGTH, canonical_json, sha256_bytes, write_text
 
 #: Raised when cells of an older Routewise must not stand beside new ones.
 RESULTS_FORMAT = 2
@@ -93,20 +93,12 @@ def inputs_json(kind: str, values: Mapping[str, Any]) -> str:
     return fields_json(found)
 
 
-def checked_inputs(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs of a cell of one kind as plain values (see :func:`inputs_json`)."""
-    found: dict[str, Any] = json.loads(inputs_json(kind, values))
-    return found
-
-
 def json_digest(inputs: str) -> str:
-    """Return the digest of a cell's inputs, given as JSON by :func:`inputs_json`."""
+    """Return the digest of a cell's inputs, given as JSON by :func:`inputs_json`.
+
+    It stands in the path of the cell (16 hex digits).
+    """
     return sha256_bytes(inputs.encode())[:DIGEST_LENGTH]
-
-
-def cell_digest(inputs: Mapping[str, Any]) -> str:
-    """Return the digest of a cell's inputs, as it stands in the path (16 hex digits)."""
-    return digest_of(dict(inputs))[:DIGEST_LENGTH]
 
 
 def _manifest_path(results: Path, digest: str) -> Path:

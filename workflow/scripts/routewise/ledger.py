@@ -30,7 +30,6 @@ from typing import Any
 
 from routewise.errors import RoutewiseError
 from routewise.lock import WITHOUT_LOCKS, no_locks
-from routewise.watch import stat_fields
 
 #: Bytes of one entry: JSON, filled up with spaces.
 ENTRY_BYTES = 4096
@@ -142,11 +141,6 @@ def contradicts(entry: Entry, other: Entry) -> bool:
 def boot_s() -> float:
     """Return the seconds since boot, the same clock for all processes of the host."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def start_ticks_of(pid: int) -> int:
-    """Return when a process began, in clock ticks since boot. Raises OSError where it is gone."""
-    return int(stat_fields(pid)[19])
 
 
 def user_name() -> str:

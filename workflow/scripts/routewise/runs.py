@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from routewise.errors import RoutewiseError, not_allowed
-from routewise.ledger import start_ticks_of, user_name
+from routewise.ledger import user_name
 from routewise.lock import WITHOUT_LOCKS, no_locks
-from routewise.watch import boot_id
+from routewise.watch import boot_id, start_ticks_of
 
 RECORDS = Path(".snakemake/routewise")
 _PID_NAMESPACE = "/proc/self/ns/pid"

@@ -22,7 +22,7 @@ _PR_SET_PDEATHSIG = 1
 
 def announce() -> None:
     """Name this process as the one that its measuring processes must not outlive."""
-    os.environ[WATCHED] = f"{os.getpid()}:{_start_ticks(os.getpid())}:{boot_id()}"
+    os.environ[WATCHED] = f"{os.getpid()}:{start_ticks_of(os.getpid())}:{boot_id()}"
 
 
 def end_with_snakemake() -> None:
@@ -40,7 +40,7 @@ def end_with_snakemake() -> None:
     pid, start_ticks = int(parts[0]), int(parts[1])
     try:
         handle = os.pidfd_open(pid)
-        alive = _start_ticks(pid) == start_ticks
+        alive = start_ticks_of(pid) == start_ticks
     except OSError:
         alive = False
     if not alive:
@@ -91,5 +91,6 @@ def _end() -> None:
     os._exit(EXIT_ORPHANED)
 
 
-def _start_ticks(pid: int) -> int:
+def start_ticks_of(pid: int) -> int:
+    """Return when a process began, in clock ticks since boot. Raises OSError where it is gone."""
     return int(stat_fields(pid)[19])
