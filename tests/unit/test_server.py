@@ -437,6 +437,7 @@ DEATHS = {
     "permission": "failed to open model.gguf (Permission denied)",
     "missing": "gguf_init_from_file: failed to open GGUF file 'm' (No such file or directory)",
     "instruction": "Illegal instruction (core dumped)",
+    "assertion": "llama-vocab.cpp:3: GGML_ASSERT(type != LLAMA_VOCAB_TYPE_NONE) failed",
 }
 
 
