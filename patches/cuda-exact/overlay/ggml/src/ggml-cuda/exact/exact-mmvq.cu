@@ -22,6 +22,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -557,10 +558,62 @@ static __global__ void exact_matrix_q6(const void * __restrict__ x, const packed
     write_out<n_tiles, n_values>(sh, dst, row0, n_rows, n_tokens, stride_dst);
 }
 
+// ---- activations, laid out once for all products that read them ----
+
+enum activation_layout { LAYOUT_Q8_1, LAYOUT_PACKED_Q45, LAYOUT_PACKED_Q6, N_LAYOUTS };
+
+// Laid out activations stay in a buffer of the context until other ones take their place: the products of one tensor
+// (query, key and value; gate and up) follow one another
+struct kept_activations {
+    const ggml_tensor * tensor = nullptr;  // of the graph that runs now
+    const void *        data   = nullptr;
+    char *              buffer = nullptr;
+    size_t              size   = 0;
+};
+
+std::array<kept_activations, N_LAYOUTS> & kept_of(ggml_backend_cuda_context & ctx) {
+    static std::mutex mutex;
+    static std::map<std::pair<const void *, int>, std::array<kept_activations, N_LAYOUTS>> all;
+    std::lock_guard<std::mutex> lock(mutex);
+    return all[{ &ctx, ctx.device }];
+}
+
+bool is_capturing(cudaStream_t stream) {
+    cudaStreamCaptureStatus status;
+    CUDA_CHECK(cudaStreamIsCapturing(stream, &status));
+    return status != cudaStreamCaptureStatusNone;
+}
+
+// Where `size` bytes of laid out activations of `tensor` are or shall be. Sets `there` if they are there already.
+// tensor null, or another stream than the first, or no room while a CUDA graph is captured: `spare` is used
+void * place_of(ggml_backend_cuda_context & ctx, activation_layout layout, const ggml_tensor * tensor, size_t size,
+                ggml_cuda_pool_alloc<char> & spare, bool & there) {
+    there = false;
+    if (tensor == nullptr || ctx.curr_stream_no != 0) {
+        return spare.alloc(size);
+    }
+    kept_activations & kept = kept_of(ctx)[layout];
+    if (kept.size < size) {
+        if (is_capturing(ctx.stream())) {
+            return spare.alloc(size);
+        }
+        CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
+        CUDA_CHECK(cudaFree(kept.buffer));
+        CUDA_CHECK(cudaMalloc(&kept.buffer, size));
+        kept.size   = size;
+        kept.tensor = nullptr;
+    }
+    there       = kept.tensor == tensor && kept.data == tensor->data;
+    kept.tensor = tensor;
+    kept.data   = tensor->data;
+    return kept.buffer;
+}
+
 // ---- which kernel ----
 
 // Weights times columns: x, stride_row in blocks; y: float columns, stride_y floats apart; dst likewise
 struct product_args {
+    const ggml_tensor * columns;  // the tensor of the graph that y is, or null
     const void *  x;
     const float * y;
     float *       dst;
@@ -585,14 +638,19 @@ template <ggml_type type> void run_vector(ggml_backend_cuda_context & ctx, const
     cudaStream_t  stream   = ctx.stream();
     const int64_t k_padded = GGML_PAD(args.k, MATRIX_ROW_PADDING);
     const int     stride   = k_padded / QK8_1;
-    ggml_cuda_pool_alloc<char> y(ctx.pool(), args.n_cols * k_padded * sizeof(block_q8_1) / QK8_1);
-    quantize_row_q8_1_cuda(args.y, nullptr, y.get(), type, args.k, args.stride_y, args.stride_y * args.n_cols,
-                           args.stride_y * args.n_cols, k_padded, args.n_cols, 1, 1, stream);
+    bool                       there;
+    ggml_cuda_pool_alloc<char> spare(ctx.pool());
+    block_q8_1 * y = (block_q8_1 *) place_of(ctx, LAYOUT_Q8_1, args.columns,
+                                             args.n_cols * k_padded * sizeof(block_q8_1) / QK8_1, spare, there);
+    if (!there) {
+        quantize_row_q8_1_cuda(args.y, nullptr, y, type, args.k, args.stride_y, args.stride_y * args.n_cols,
+                               args.stride_y * args.n_cols, k_padded, args.n_cols, 1, 1, stream);
+    }
 
     const int n_parts = (args.n_cols + VECTOR_MAX_COLS - 1) / VECTOR_MAX_COLS;
     for (int part = 0, first = 0; part < n_parts; part++) {
         const int n = (args.n_cols - first) / (n_parts - part);  // parts of about equal width
-        const block_q8_1 * y_n = (const block_q8_1 *) y.get() + (int64_t) first * stride;
+        const block_q8_1 * y_n = y + (int64_t) first * stride;
         product_args a = args;
         a.dst += (int64_t) first * args.stride_dst;
         switch (n) {
@@ -632,25 +690,31 @@ int variant() {
 template <ggml_type type> void run_matrix(ggml_backend_cuda_context & ctx, const product_args & a) {
     cudaStream_t  stream   = ctx.stream();
     const int     n_blocks = a.k / QK_K;
-    ggml_cuda_pool_alloc<packed_q8> y(ctx.pool(), n_blocks);
-    exact_pack<type == GGML_TYPE_Q6_K><<<n_blocks, 16 * WARP_SIZE, 0, stream>>>(a.y, y.get(), a.n_cols, a.stride_y);
-    CUDA_CHECK(cudaGetLastError());
+    constexpr bool is_q6   = type == GGML_TYPE_Q6_K;
+    bool                       there;
+    ggml_cuda_pool_alloc<char> spare(ctx.pool());
+    packed_q8 * y = (packed_q8 *) place_of(ctx, is_q6 ? LAYOUT_PACKED_Q6 : LAYOUT_PACKED_Q45, a.columns,
+                                           n_blocks * sizeof(packed_q8), spare, there);
+    if (!there) {
+        exact_pack<is_q6><<<n_blocks, 16 * WARP_SIZE, 0, stream>>>(a.y, y, a.n_cols, a.stride_y);
+        CUDA_CHECK(cudaGetLastError());
+    }
 
     if (a.n_cols <= 8) {
         switch (variant()) {
-            case 1:  launch_matrix<type, 2, 2, false, 2>(a, y.get(), stream); break;
-            case 2:  launch_matrix<type, 1, 2, true, 4>(a, y.get(), stream); break;
-            case 3:  launch_matrix<type, 1, 2, true, 3>(a, y.get(), stream); break;
-            case 4:  launch_matrix<type, 2, 2, false, 3>(a, y.get(), stream); break;
-            default: launch_matrix<type, 2, 2, true, 2>(a, y.get(), stream); break;
+            case 1:  launch_matrix<type, 2, 2, false, 2>(a, y, stream); break;
+            case 2:  launch_matrix<type, 1, 2, true, 4>(a, y, stream); break;
+            case 3:  launch_matrix<type, 1, 2, true, 3>(a, y, stream); break;
+            case 4:  launch_matrix<type, 2, 2, false, 3>(a, y, stream); break;
+            default: launch_matrix<type, 2, 2, true, 2>(a, y, stream); break;
         }
     } else {
         switch (variant()) {
-            case 1:  launch_matrix<type, 2, 4, false, 2>(a, y.get(), stream); break;
-            case 2:  launch_matrix<type, 1, 4, true, 3>(a, y.get(), stream); break;
-            case 3:  launch_matrix<type, 1, 4, false, 4>(a, y.get(), stream); break;
-            case 4:  launch_matrix<type, 2, 4, false, 3>(a, y.get(), stream); break;
-            default: launch_matrix<type, 2, 4, true, 2>(a, y.get(), stream); break;
+            case 1:  launch_matrix<type, 2, 4, false, 2>(a, y, stream); break;
+            case 2:  launch_matrix<type, 1, 4, true, 3>(a, y, stream); break;
+            case 3:  launch_matrix<type, 1, 4, false, 4>(a, y, stream); break;
+            case 4:  launch_matrix<type, 2, 4, false, 3>(a, y, stream); break;
+            default: launch_matrix<type, 2, 4, true, 2>(a, y, stream); break;
         }
     }
 }
@@ -695,7 +759,115 @@ bool is_served(int cc) {
            ggml_cuda_highest_compiled_arch(cc) >= GGML_CUDA_CC_AMPERE;
 }
 
+// Compares a kernel with stock's, over blocks of noise, a remainder of rows and every number of columns
+bool gives_stock_bits(ggml_backend_cuda_context & ctx, const ggml_tensor * weights, run_t run) {
+    constexpr int n_rows = 45;
+    constexpr int n_cols = EXACT_MAX_TOKENS;
+    const ggml_type type = weights->type;
+    cudaStream_t stream  = ctx.stream();
+    const int64_t block  = ggml_blck_size(type);
+    const int64_t k      = block == QK_K ? 11 * QK_K : 75 * block;  // no multiple of what 128 threads walk at once
+
+    uint32_t state = 12345;
+    auto noise = [&state] {
+        state = state * 1664525 + 1013904223;
+        return (int) (state >> 16) / 32768.0f - 1.0f;
+    };
+    std::vector<float> values(k * n_rows);
+    std::vector<float> columns(k * n_cols);
+    for (std::vector<float> * v : { &values, &columns }) {
+        for (float & f : *v) {
+            f = noise();
+        }
+    }
+    std::vector<char> quantized(ggml_row_size(type, k) * n_rows);
+    ggml_quantize_chunk(type, values.data(), quantized.data(), 0, n_rows, k, nullptr);
+
+    ggml_cuda_pool_alloc<char>  x(ctx.pool(), quantized.size() + 512);  // stock may read into the padding
+    ggml_cuda_pool_alloc<float> y(ctx.pool(), columns.size());
+    ggml_cuda_pool_alloc<float> out(ctx.pool(), n_rows * n_cols);
+    CUDA_CHECK(cudaMemsetAsync(x.get(), 0, quantized.size() + 512, stream));
+    CUDA_CHECK(cudaMemcpyAsync(x.get(), quantized.data(), quantized.size(), cudaMemcpyHostToDevice, stream));
+    CUDA_CHECK(cudaMemcpyAsync(y.get(), columns.data(), columns.size() * sizeof(float), cudaMemcpyHostToDevice, stream));
+
+    ggml_tensor src0 = *weights;
+    src0.view_src = nullptr;
+    src0.data  = x.get();
+    src0.ne[0] = k;
+    src0.ne[1] = n_rows;
+    src0.nb[1] = ggml_row_size(type, k);
+    src0.nb[2] = src0.nb[3] = src0.nb[1] * n_rows;
+    std::vector<float> alone(n_rows * n_cols);
+    for (int j = 0; j < n_cols; j++) {
+        ggml_tensor src1 = *weights;
+        src1.type  = GGML_TYPE_F32;
+        src1.data  = y.get() + j * k;
+        src1.ne[0] = k;
+        src1.ne[1] = src1.ne[2] = src1.ne[3] = 1;
+        src1.nb[0] = sizeof(float);
+        src1.nb[1] = src1.nb[2] = src1.nb[3] = k * sizeof(float);
+        ggml_tensor dst = src1;
+        dst.data  = out.get() + j * n_rows;
+        dst.ne[0] = n_rows;
+        dst.nb[1] = dst.nb[2] = dst.nb[3] = n_rows * sizeof(float);
+        dst.src[0] = &src0;
+        dst.src[1] = &src1;
+        ggml_cuda_mul_mat_vec_q(ctx, &src0, &src1, nullptr, &dst);
+    }
+    CUDA_CHECK(cudaMemcpyAsync(alone.data(), out.get(), alone.size() * sizeof(float), cudaMemcpyDeviceToHost, stream));
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+
+    std::vector<float> together(n_rows * n_cols);
+    for (int n = 2; n <= n_cols; n++) {
+        CUDA_CHECK(cudaMemsetAsync(out.get(), 0xff, n_rows * n_cols * sizeof(float), stream));
+        product_args args;
+        args.columns    = nullptr;
+        args.x          = x.get();
+        args.y          = y.get();
+        args.dst        = out.get();
+        args.k          = k;
+        args.n_rows     = n_rows;
+        args.n_cols     = n;
+        args.stride_row = k / block;
+        args.stride_y   = k;
+        args.stride_dst = n_rows;
+        run(ctx, args);
+        CUDA_CHECK(cudaMemcpyAsync(together.data(), out.get(), n * n_rows * sizeof(float), cudaMemcpyDeviceToHost, stream));
+        CUDA_CHECK(cudaStreamSynchronize(stream));
+        if (memcmp(together.data(), alone.data(), n * n_rows * sizeof(float)) != 0) {
+            GGML_LOG_WARN("exact batches: a kernel for %s does not give stock's bits with %d columns in this build; "
+                          "stock's one-column kernel serves instead, column by column\n", ggml_type_name(type), n);
+            return false;
+        }
+    }
+    return true;
+}
+
+// True if the kernel gave stock's bits on this device. The first question answers itself by a comparison, but not while
+// a CUDA graph is captured
+bool is_trusted(ggml_backend_cuda_context & ctx, const ggml_tensor * weights, run_t run) {
+    static std::mutex mutex;
+    static std::map<std::pair<int, run_t>, bool> known;
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto found = known.find({ ctx.device, run });
+    if (found != known.end()) {
+        return found->second;
+    }
+    if (is_capturing(ctx.stream())) {
+        return false;
+    }
+    const bool trusted = gives_stock_bits(ctx, weights, run);
+    known[{ ctx.device, run }] = trusted;
+    return trusted;
+}
+
 }  // namespace
+
+void ggml_cuda_exact_forget_activations(ggml_backend_cuda_context & ctx) {
+    for (kept_activations & kept : kept_of(ctx)) {
+        kept.tensor = nullptr;
+    }
+}
 
 bool ggml_cuda_exact_mul_mat_vec_q(ggml_backend_cuda_context & ctx, const ggml_tensor * src0, const ggml_tensor * src1,
                                    ggml_tensor * dst) {
@@ -705,6 +877,7 @@ bool ggml_cuda_exact_mul_mat_vec_q(ggml_backend_cuda_context & ctx, const ggml_t
         return false;
     }
     product_args args;
+    args.columns    = src1;
     args.x          = src0->data;
     args.y          = (const float *) src1->data;
     args.dst        = (float *) dst->data;
@@ -715,13 +888,12 @@ bool ggml_cuda_exact_mul_mat_vec_q(ggml_backend_cuda_context & ctx, const ggml_t
     args.stride_y   = src1->nb[1] / sizeof(float);
     args.stride_dst = dst->nb[1] / sizeof(float);
 
-    run_t run = vector_of(src0->type);
-    if (run_t matrix = matrix_of(src0->type); matrix && args.n_cols >= matrix_from()) {
-        run = matrix;
+    const run_t matrix = args.n_cols >= matrix_from() ? matrix_of(src0->type) : nullptr;
+    for (run_t run : { matrix, vector_of(src0->type) }) {
+        if (run != nullptr && is_trusted(ctx, src0, run)) {
+            run(ctx, args);
+            return true;
+        }
     }
-    if (run == nullptr) {
-        return false;
-    }
-    run(ctx, args);
-    return true;
+    return false;
 }

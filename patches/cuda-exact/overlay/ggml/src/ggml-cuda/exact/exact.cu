@@ -176,6 +176,7 @@ void ggml_cuda_exact_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * 
         return;
     }
     ggml_cuda_exact_forget_masks(ctx);
+    ggml_cuda_exact_forget_activations(ctx);
 
     bool in_pass = false;  // some op of the graph has a shape that tells of 2 to 16 tokens
     for (int i = 0; i < cgraph->n_nodes && !in_pass; i++) {

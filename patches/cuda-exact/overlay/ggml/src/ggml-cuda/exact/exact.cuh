@@ -64,5 +64,8 @@ bool ggml_cuda_exact_attention_product(ggml_backend_cuda_context & ctx, const gg
 bool ggml_cuda_exact_mul_mat_vec_q(ggml_backend_cuda_context & ctx, const ggml_tensor * src0, const ggml_tensor * src1,
                                    ggml_tensor * dst);
 
+// A new graph: activations laid out for the last one are another's now (exact-mmvq.cu)
+void ggml_cuda_exact_forget_activations(ggml_backend_cuda_context & ctx);
+
 // A new graph: what was known about the masks of the last one no longer holds (exact-attn.cu)
 void ggml_cuda_exact_forget_masks(ggml_backend_cuda_context & ctx);
