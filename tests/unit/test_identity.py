@@ -12,7 +12,7 @@ import pytest
 from routewise.digest import sha256_file
 from routewise.errors import RoutewiseError
 from routewise.fingerprint import commit_of
-from routewise.identity import ANYONE, Identity, compare_process, compare_props
+from routewise.identity import ANYONE, Identity, compare_log, compare_process, compare_props
 
 URL = "http://127.0.0.1:1"
 IDENTITY = "ab" * 32
@@ -102,3 +102,11 @@ def test_a_process_that_has_not_mapped_the_build_is_refused(tmp_path: Path) -> N
     build.write_text(json.dumps(document))
     with pytest.raises(RoutewiseError, match=r"library libthat-is-not-mapped\.so\.0 is None"):
         compare_process(URL, os.getpid(), Identity(build=build))
+
+
+def test_a_server_that_found_no_device_is_refused_where_it_must_use_one() -> None:
+    found_none = "warning: no usable GPU found, --gpu-layers option will be ignored"
+    compare_log(URL, found_none, ANYONE)
+    compare_log(URL, "loaded", Identity(on_device=True))
+    with pytest.raises(RoutewiseError, match="device of the model.*none usable"):
+        compare_log(URL, found_none, Identity(on_device=True))

@@ -13,6 +13,7 @@ import pytest
 from routewise.cell import Cell
 from routewise.cost import CostCell
 from routewise.digest import canonical_json
+from routewise.engine import ALL_LAYERS
 from routewise.errors import RoutewiseError
 from routewise.explain import differences
 from routewise.inputs import json_digest
@@ -700,3 +701,20 @@ def test_a_cell_too_long_for_a_command_is_refused(house: House) -> None:
     env["GGML_X"] = "x" * 70_000
     with pytest.raises(RoutewiseError, match=r"cpu-stock.* bytes long, wanted at most 114688"):
         house.plan()
+
+
+def test_layers_on_the_device_and_a_shared_cache_are_part_of_a_cell(house: House) -> None:
+    with_cuda(house)
+    house.study["sweeps"]["cost"]["routes"].append("cuda-stock")
+    plan = house.plan()
+    layers = {one.cell.route: one.cell.settings.gpu_layers for one in plan.cells.values()}
+    assert layers["cuda-stock"] == ALL_LAYERS
+    assert layers["cpu-stock"] == 0
+    [cost] = plan.costs.values()
+    assert {arm.route: arm.settings.gpu_layers for arm in cost.cell.arms}["cuda-stock"] == 999
+    for said in ({"gpu_layers": 3}, {"kv_unified": True}):
+        house.study["routes"]["cuda-stock"] = {"build": "cuda-stock", **said}
+        assert all(
+            ".cuda-stock." in path or "cost" in path for path in moved(plan, house.plan())
+        )
+        assert variants(moved(plan, house.plan())) >= ALL_REPLAY

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from routewise.engine import Settings
+from routewise.engine import ALL_LAYERS, Settings
 from routewise.errors import RoutewiseError
 from routewise.route import CLAIM_DEFAULTS, HEALTH_DEFAULTS, ROUTE_DEFAULTS
 from routewise.study import (
@@ -144,6 +144,7 @@ def test_what_is_said_counts(document: Document, root: Path) -> None:
         "micro_batch": 64,
         "flash_attention": False,
         "kv_type": "f32",
+        "kv_unified": True,
     }
     for route in document["routes"].values():
         route |= said
@@ -159,6 +160,33 @@ def test_what_is_said_counts(document: Document, root: Path) -> None:
     assert study.routes["cpu-stock"].settings == Settings(**said)
     assert study.routes["cpu-stock"].env == {"OMP_NUM_THREADS": "3"}
     assert study.replay_variants() == ["w1", "w7", "w33", "rollback"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "said", "layers"),
+    [
+        ("cuda", {}, ALL_LAYERS),
+        ("cuda", {"gpu_layers": 7}, 7),
+        ("cuda", {"device": "card"}, ALL_LAYERS),
+        ("cuda", {"device": "cpu"}, 0),
+        ("cpu", {}, 0),
+    ],
+)
+def test_all_layers_go_to_the_device_of_a_route(
+    document: Document, root: Path, backend: str, said: dict[str, Any], layers: int
+) -> None:
+    document["builds"]["other"] = {"source": "pinned", "backend": backend}
+    document["routes"]["other"] = {"build": "other", **said}
+    assert check_study(document, "s", root).routes["other"].settings.gpu_layers == layers
+
+
+def test_layers_of_a_route_that_stays_on_the_processor_are_refused(
+    document: Document, root: Path
+) -> None:
+    document["builds"]["other"] = {"source": "pinned", "backend": "cuda"}
+    document["routes"]["other"] = {"build": "other", "device": "cpu", "gpu_layers": 4}
+    with pytest.raises(RoutewiseError, match=r"gpu_layers is 4.*device cpu"):
+        check_study(document, "s", root)
 
 
 def test_checking_changes_nothing(document: Document, root: Path) -> None:
@@ -210,6 +238,21 @@ MISTAKES: dict[str, tuple[str, object, list[str]]] = {
         "routes.cpu-stock",
         {"build": "cpu-stock", "kv_type": "q8_0", "flash_attention": False},
         ["routes.cpu-stock.kv_type", "'q8_0'", "flash_attention"],
+    ),
+    "layers for a device that a CPU build has not": (
+        "routes.cpu-stock",
+        {"build": "cpu-stock", "gpu_layers": 4},
+        ["routes.cpu-stock.gpu_layers", "4", "other than the processor (build cpu", "remove it"],
+    ),
+    "layers of a command": (
+        "routes.cpu-stock",
+        {"command": ["serve", "{model}", "{port}"], "gpu_layers": 4},
+        ["routes.cpu-stock.gpu_layers", "a command says it in its own words"],
+    ),
+    "no layers": (
+        "routes.cpu-stock",
+        {"build": "cpu-stock", "gpu_layers": 0},
+        ["routes.cpu-stock.gpu_layers", "0", "minimum of 1"],
     ),
     "study named as a folder": ("study", "cells", ["study", "'cells'", "results/", "rename"]),
     "width 0": (f"{REPLAY}.widths", [4, 0], [f"{REPLAY}.widths[1]", "0", "minimum of 1"]),

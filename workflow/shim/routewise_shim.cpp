@@ -79,9 +79,13 @@ RW_API int64_t rw_take_log(char * buffer, int64_t capacity) {
 
 // ---- model
 
+// Without layers for a device there is none: a build with a device's backend would give it large
+// products and the KV cache all the same.
 RW_API void * rw_model_open(const char * path, int32_t n_gpu_layers) {
-    llama_model_params params = llama_model_default_params();
-    params.n_gpu_layers       = n_gpu_layers;
+    ggml_backend_dev_t no_device[] = {nullptr};
+    llama_model_params params      = llama_model_default_params();
+    params.n_gpu_layers            = n_gpu_layers;
+    params.devices                 = n_gpu_layers == 0 ? no_device : nullptr;
     return llama_model_load_from_file(path, params);
 }
 
@@ -110,10 +114,10 @@ RW_API int32_t rw_tokenize(const void * model, const char * text, int32_t n_byte
 
 // ---- context
 
-// n_ctx_seq is the context of each sequence; sequences never share cells. flash_attention is 0 or
+// n_ctx_seq is the context of each sequence; sequences share cells only where kv_unified. flash_attention is 0 or
 // 1, never 'auto': what moves a number is said. Returns NULL where the engine refuses.
 RW_API void * rw_context_open(void * model, int32_t n_ctx_seq, int32_t n_seq_max, int32_t n_batch, int32_t n_ubatch,
-                              int32_t n_threads, int32_t flash_attention, const char * kv_type) {
+                              int32_t n_threads, int32_t flash_attention, int32_t kv_unified, const char * kv_type) {
     const int type = type_by_name(kv_type);
     if (type < 0) {
         return nullptr;
@@ -128,7 +132,7 @@ RW_API void * rw_context_open(void * model, int32_t n_ctx_seq, int32_t n_seq_max
     params.flash_attn_type      = flash_attention ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
     params.type_k               = static_cast<ggml_type>(type);
     params.type_v               = static_cast<ggml_type>(type);
-    params.kv_unified           = false;
+    params.kv_unified           = kv_unified != 0;
     params.no_perf              = true;
     return llama_init_from_model(static_cast<llama_model *>(model), params);
 }

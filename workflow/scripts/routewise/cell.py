@@ -360,7 +360,7 @@ def _readback_reasons(context: Context, settings: Settings) -> list[str]:
         "threads": settings.threads,
         "threads_batch": settings.threads,
         "flash_attention": "enabled" if settings.flash_attention else "disabled",
-        "kv_unified": "false",
+        "kv_unified": "true" if settings.kv_unified else "false",
         "kv_types": [settings.kv_type, settings.kv_type],
     }
     reasons = [

@@ -152,7 +152,7 @@ def serve_arm(arm: Arm, model: Path, depth: int, width_max: int, seed: int, pare
     try:
         engine = load_engine(arm.build / "lib")
         build = check_identity(engine, arm.build / "build.json")
-        opened = engine.open_model(model)
+        opened = engine.open_model(model, arm.settings.gpu_layers)
         random = np.random.default_rng(seed)
         tokens = random.integers(0, opened.n_vocab, depth + width_max).tolist()
         context = opened.open_context(arm.settings)

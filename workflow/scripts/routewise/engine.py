@@ -28,9 +28,17 @@ SHIM = "libroutewise_shim.so"
 _LOADED: dict[str, Engine] = {}
 
 
+#: More layers than a model has: all of them go to the device.
+ALL_LAYERS = 999
+
+
 @dataclass(frozen=True)
 class Settings:
-    """All that moves a number on the engine's side. Units: tokens, threads."""
+    """All that moves a number on the engine's side. Units: tokens, threads, layers.
+
+    With no ``gpu_layers`` no device but the processor is used, whatever the build could use.
+    With ``kv_unified`` sequences share one cache.
+    """
 
     context: int
     micro_batch: int
@@ -38,6 +46,7 @@ class Settings:
     flash_attention: bool
     kv_type: str = "f16"
     gpu_layers: int = 0
+    kv_unified: bool = False
 
 
 class Engine:
@@ -82,14 +91,44 @@ class Engine:
         return "\n".join(reports)
 
     def open_model(self, path: Path, gpu_layers: int = 0) -> Model:
-        """Load a GGUF. Raises RoutewiseError with the engine's own last words where it refuses."""
+        """Load a GGUF with that many layers on the device; with none, on the processor alone.
+
+        Raises RoutewiseError with the engine's own last words where it refuses, and where it put
+        another number of layers on the device.
+        """
+        self.take_log()
         handle = self._library.rw_model_open(str(path).encode(), gpu_layers)
         if not handle:
             raise RoutewiseError(
                 f"{path}: the engine cannot load this model:\n{_last_lines(self.take_log())}",
                 "check the file (sha256, size) and that this llama.cpp knows its architecture",
             )
+        offloaded = layers_offloaded(self.take_log())
+        if not_as_asked(gpu_layers, offloaded):
+            self._library.rw_model_close(handle)
+            raise RoutewiseError(
+                f"{path}: asked for {_layers(gpu_layers)} on the device, the engine says "
+                + ("nothing of any" if offloaded is None else "{} of {}".format(*offloaded)),
+                "the build sees no device (its driver, CUDA_VISIBLE_DEVICES), or has no backend "
+                "for one: device: cpu on the route stays on the processor",
+            )
         return Model(self, self._library, handle)
+
+
+def layers_offloaded(log: str) -> tuple[int, int] | None:
+    """Return how many layers the engine's log says are on a device, and of how many."""
+    said = re.findall(r"offloaded (\d+)/(\d+) layers to GPU", log)
+    return (int(said[-1][0]), int(said[-1][1])) if said else None
+
+
+def not_as_asked(gpu_layers: int, offloaded: tuple[int, int] | None) -> bool:
+    """Say whether another number of layers is on a device than was asked for."""
+    n_on_device, n_layers = offloaded or (0, 1)
+    return n_on_device != min(gpu_layers, n_layers)
+
+
+def _layers(gpu_layers: int) -> str:
+    return "all layers" if gpu_layers >= ALL_LAYERS else f"{gpu_layers} layers"
 
 
 class Model:
@@ -158,6 +197,7 @@ class Context:
             settings.micro_batch,
             settings.threads,
             settings.flash_attention,
+            settings.kv_unified,
             settings.kv_type.encode(),
         )
         log = model.engine.take_log()
@@ -359,7 +399,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "rw_n_ctx_train": (integer, [pointer]),
         "rw_description": (integer, [pointer, string, integer]),
         "rw_tokenize": (integer, [pointer, string, integer, pointer, integer, integer, integer]),
-        "rw_context_open": (pointer, [pointer, *[integer] * 6, string]),
+        "rw_context_open": (pointer, [pointer, *[integer] * 7, string]),
         "rw_context_close": (None, [pointer]),
         "rw_context_n_ctx_seq": (integer, [pointer]),
         "rw_context_n_ubatch": (integer, [pointer]),

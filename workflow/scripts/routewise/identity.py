@@ -24,6 +24,7 @@ class Identity:
     be that build's, and ``/props`` must name its commit. ``program_sha256`` is that of the
     program that listens on the port. ``props`` says whether the route has ``/props``; where it
     has, ``model``, ``parallel`` (slots) and ``slot_context`` (tokens of each) are compared too.
+    ``on_device``: the model must be on a device, as far as the server's log tells.
     """
 
     props: bool = True
@@ -32,6 +33,7 @@ class Identity:
     program_sha256: str | None = None
     parallel: int | None = None
     slot_context: int | None = None
+    on_device: bool = False
 
 
 #: What is asked of a server where nothing is.
@@ -62,6 +64,12 @@ def compare_props(url: str, props: Mapping[str, Any], asked: Identity) -> dict[s
         "parallel": props.get("total_slots"),
         "slot_context": n_ctx,
     }
+
+
+def compare_log(url: str, log: str, asked: Identity) -> None:
+    """Raise RoutewiseError where a server that must use a device says that it found none."""
+    if asked.on_device and "no usable GPU found" in log:
+        _differs(url, "device of the model (its log)", "a GPU", "none usable")
 
 
 def compare_process(url: str, pid: int, asked: Identity) -> dict[str, Any]:

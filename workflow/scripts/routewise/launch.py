@@ -59,7 +59,10 @@ def launch_of(cell: ServeCell, inputs: ServeInputs) -> LaunchPlan:
             model=loaded,
             build=inputs.server / "build.json",
             parallel=cell.parallel,
-            slot_context=cell.settings.context,
+            # a slot of a shared cache may fill all of it
+            slot_context=cell.settings.context
+            * (cell.parallel if cell.settings.kv_unified else 1),
+            on_device=cell.settings.gpu_layers > 0,
         )
     else:
         identity = _command_identity(cell)
@@ -111,13 +114,15 @@ def server_command(cell: ServeCell, program: Path, model: Path) -> tuple[str, ..
         *("--model", str(model)),
         *("--host", "{host}", "--port", "{port}"),
         *("--parallel", str(cell.parallel), "--ctx-size", str(settings.context * cell.parallel)),
-        "--no-kv-unified",  # each slot has its own cache, as each sequence of a replay
+        # as the sequences of a replay: each slot has its own cache, unless the route shares one
+        "--kv-unified" if settings.kv_unified else "--no-kv-unified",
         *("--threads", str(settings.threads), "--threads-batch", str(settings.threads)),
         *("--batch-size", str(settings.micro_batch)),  # so that each pass is counted
         *("--ubatch-size", str(settings.micro_batch)),
         *("--flash-attn", "on" if settings.flash_attention else "off"),
         *("--cache-type-k", settings.kv_type, "--cache-type-v", settings.kv_type),
         *("--n-gpu-layers", str(settings.gpu_layers)),
+        *(() if settings.gpu_layers else ("--device", "none")),
         *("--fit", "off"),
         *("--cache-ram", "0", "--no-cache-idle-slots", "--slot-prompt-similarity", "0"),
         *("--ctx-checkpoints", "0"),

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from routewise.claim import ClaimSpec
-from routewise.engine import Settings
+from routewise.engine import ALL_LAYERS, Settings
 from routewise.health import Health
 from routewise.reply import Speech
 
@@ -27,6 +27,8 @@ ROUTE_DEFAULTS: dict[str, Any] = {
     "micro_batch": 512,
     "flash_attention": True,
     "kv_type": "f16",
+    "kv_unified": False,
+    "gpu_layers": None,
     "env": {},
     "device": None,
     "claim": {},
@@ -78,6 +80,7 @@ OWN_FLAGS = frozenset(
         "--cache-type-v",
         "--ctx-checkpoints",
         "--ctx-size",
+        "--device",
         "--fit",
         "--flash-attn",
         "--gpu-layers",
@@ -109,6 +112,7 @@ OWN_FLAGS = frozenset(
         "-ctk",
         "-ctv",
         "-ctxcp",
+        "-dev",
         "-fa",
         "-fit",
         "-hf",
@@ -236,6 +240,8 @@ def route_of(
             threads=entry["threads"],
             flash_attention=entry["flash_attention"],
             kv_type=entry["kv_type"],
+            gpu_layers=_gpu_layers(entry["gpu_layers"], backend, device),
+            kv_unified=entry["kv_unified"],
         ),
         env=dict(entry["env"]),
         serving=Serving(
@@ -269,6 +275,13 @@ def route_of(
         host=host,
         resources=dict(resources or {}),
     )
+
+
+def _gpu_layers(asked: int | None, backend: str | None, device: str) -> int:
+    """Return how many layers go to the device: all, unless the route says fewer or has none."""
+    if backend in (None, "cpu") or device == "cpu":
+        return 0
+    return ALL_LAYERS if asked is None else asked
 
 
 def unknown_placeholders(command: Sequence[str]) -> list[str]:

@@ -31,7 +31,7 @@ import httpx
 
 from routewise.errors import Misspoken, RoutewiseError
 from routewise.health import USUAL, Health
-from routewise.identity import ANYONE, compare_process, compare_props
+from routewise.identity import ANYONE, compare_log, compare_process, compare_props
 from routewise.identity import Identity as Identity  # asked for with a launch
 from routewise.port import free_port, is_port_free, listening_inodes, socket_inodes
 from routewise.process import KeptProcess, end_session, server_environment
@@ -665,6 +665,7 @@ def _read_identity(server: Server, asked: Identity) -> None:
     if server._process is not None:
         pid = _listening_pid(server, server._process)
         server.found |= compare_process(server.url, pid, asked)
+        compare_log(server.url, server._log_text(), asked)
 
 
 def _listening_pid(server: Server, process: KeptProcess) -> int:

@@ -400,6 +400,8 @@ class _Checker:
                     "{model} in it",
                     "say where the model goes, or name what it loads instead as artefact",
                 )
+        if "gpu_layers" in entry:
+            self.layers(key, entry)
         if "artefact" in entry and "weights" not in entry:
             self.wrong(
                 f"{key}.weights",
@@ -433,6 +435,19 @@ class _Checker:
                 claim["unit_ids"],
                 f"as many as units, {claim.get('units', 1)}",
                 "name each unit once, or leave unit_ids out",
+            )
+
+    def layers(self, key: str, entry: Mapping[str, Any]) -> None:
+        """Check that a route that says how many layers go to a device has one of its own."""
+        build = self.document["builds"].get(entry.get("build"), {})
+        backend = build.get("backend", "none of ours")
+        if backend in ("cpu", "none of ours") or entry.get("device") == "cpu":
+            self.wrong(
+                f"{key}.gpu_layers",
+                entry["gpu_layers"],
+                f"a build and a device other than the processor (build {backend}, "
+                f"device {entry.get('device', backend)})",
+                "remove it; a command says it in its own words",
             )
 
     def arm(
