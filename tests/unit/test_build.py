@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 from routewise import build as build_module
-from routewise.build import BuildPlan, BuildSpec, find_compilers, plan_build, run_build
+from routewise.build import BuildPlan, BuildSpec, plan_build, run_build
 from routewise.digest import DigestCache
 from routewise.errors import RoutewiseError
 from routewise.fingerprint import COMMIT_PLACEHOLDER, IDENTITY_PLACEHOLDER, library_fingerprint
 from routewise.patch import load_patch
+from routewise.toolchain import find_compilers
 from small_tree import make_shim, make_tree
 
 Planner = Callable[..., BuildPlan]

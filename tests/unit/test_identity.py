@@ -108,5 +108,5 @@ def test_a_server_that_found_no_device_is_refused_where_it_must_use_one() -> Non
     found_none = "warning: no usable GPU found, --gpu-layers option will be ignored"
     compare_log(URL, found_none, ANYONE)
     compare_log(URL, "loaded", Identity(on_device=True))
-    with pytest.raises(RoutewiseError, match="device of the model.*none usable"):
+    with pytest.raises(RoutewiseError, match=r"device of the model.*none usable"):
         compare_log(URL, found_none, Identity(on_device=True))

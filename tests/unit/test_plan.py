@@ -714,7 +714,5 @@ def test_layers_on_the_device_and_a_shared_cache_are_part_of_a_cell(house: House
     assert {arm.route: arm.settings.gpu_layers for arm in cost.cell.arms}["cuda-stock"] == 999
     for said in ({"gpu_layers": 3}, {"kv_unified": True}):
         house.study["routes"]["cuda-stock"] = {"build": "cuda-stock", **said}
-        assert all(
-            ".cuda-stock." in path or "cost" in path for path in moved(plan, house.plan())
-        )
+        assert all(".cuda-stock." in path or "cost" in path for path in moved(plan, house.plan()))
         assert variants(moved(plan, house.plan())) >= ALL_REPLAY

@@ -52,6 +52,16 @@ from routewise.source import (
     remove_stale,
     source_files,
 )
+from routewise.toolchain import (
+    check_nvcc,
+    find_compilers,
+    find_nvcc,
+    native_architectures,
+    nvcc_version,
+    read_elf,
+    run_compiler,
+    toolkit_libraries,
+)
 
 Say = Callable[[str], None]
 
@@ -72,7 +82,7 @@ class Backend:
 
 BACKENDS: dict[str, Backend] = {
     "cpu": Backend({}, ()),
-    "cuda": Backend({"GGML_CUDA": "ON"}, ("ggml-cuda",)),
+    "cuda": Backend({"GGML_CUDA": "ON", "CMAKE_CUDA_ARCHITECTURES": "native"}, ("ggml-cuda",)),
 }
 
 #: The parts of a build: ninja targets, and what is copied out of the work folder.
@@ -107,6 +117,9 @@ FIXED_OPTIONS: dict[str, str] = {
 #: Warnings of upstream fill the log and hide the error that stopped a build.
 DEFAULT_OPTIONS: dict[str, str] = {"GGML_NATIVE": "ON", "LLAMA_ALL_WARNINGS": "OFF"}
 
+#: CMake's name of what a study calls ``architectures``.
+ARCHITECTURES = "CMAKE_CUDA_ARCHITECTURES"
+_ARCHITECTURE = re.compile(r"native|[1-9][0-9]{1,2}[af]?(-real|-virtual)?")
 _OPTION_NAME = re.compile(r"(GGML|LLAMA|CMAKE)_[A-Z0-9_]+")
 
 
@@ -141,7 +154,31 @@ class BuildSpec:
             options[str(key)] = (
                 ("ON" if value else "OFF") if isinstance(value, bool) else str(value)
             )
+        if "architectures" in entry:
+            options[ARCHITECTURES] = _architectures(name, backend, entry["architectures"], options)
         return cls(str(entry["source"]), backend, entry.get("patch"), options, entry.get("host"))
+
+
+def _architectures(
+    name: str, backend: str, asked: Iterable[object], options: Mapping[str, str]
+) -> str:
+    """Return a study's list of architectures as CMake has it, or raise RoutewiseError."""
+    if backend != "cuda" or ARCHITECTURES in options:
+        raise RoutewiseError(
+            f"build {name}: architectures, wanted with the backend cuda (it is {backend}), and "
+            f"without an option {ARCHITECTURES}",
+            "remove one of them",
+        )
+    found = [str(one) for one in asked]
+    wrong = [one for one in found if not _ARCHITECTURE.fullmatch(one)]
+    if wrong or len(set(found)) < len(found) or ("native" in found and len(found) > 1):
+        raise RoutewiseError(
+            f"build {name}: architectures are {found}, wanted such as 90a-real, 86 or 80-virtual, "
+            "each once, or native alone",
+            "the compute capability of the GPU without its point: "
+            "nvidia-smi --query-gpu=compute_cap --format=csv",
+        )
+    return ";".join(found)
 
 
 @dataclass(frozen=True)
@@ -311,27 +348,6 @@ def _picked(digests: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
 
 # -------------------------------------------------------------------------------------- toolchain
 
-_C_NAMES, _CXX_NAMES = ("cc", "gcc", "clang"), ("c++", "g++", "clang++")
-
-
-def find_compilers() -> tuple[Path, Path]:
-    """Return the C and C++ compilers: $CC and $CXX, else the first usual name on the PATH."""
-    found = []
-    for variable, names in (("CC", _C_NAMES), ("CXX", _CXX_NAMES)):
-        asked = os.environ.get(variable)
-        candidates = (asked,) if asked else names
-        path = next((hit for hit in map(shutil.which, candidates) if hit), None)
-        if path is None:
-            wanted = f"${variable} = {asked}" if asked else ", ".join(names)
-            language = "C" if variable == "CC" else "C++"
-            raise RoutewiseError(
-                f"no {language} compiler found (looked for {wanted} on the PATH)",
-                "install one (Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++; "
-                f"conda: gxx), or set {variable} to it",
-            )
-        found.append(Path(path))
-    return found[0], found[1]
-
 
 def toolchain_identity(
     options: Mapping[str, str], cache: DigestCache | None = None, backend: str = "cpu"
@@ -344,7 +360,7 @@ def toolchain_identity(
     native = options.get("GGML_NATIVE", "").upper() in ("ON", "1", "TRUE", "YES")
     cpu = _host_cpu() if native else ""
     identity = {}
-    for language, compiler in zip(("c", "cxx"), find_compilers(), strict=True):
+    for language, compiler in zip(("c", "cxx"), find_compilers(cache), strict=True):
         identity[language] = _cached_answer(
             cache,
             compiler,
@@ -354,17 +370,14 @@ def toolchain_identity(
     if native:
         identity["cpu"] = cpu
     if backend == "cuda":
-        nvcc = shutil.which("nvcc")
+        nvcc = find_nvcc()
         identity["cuda"] = (
             "not on this machine"
             if nvcc is None
-            else _cached_answer(
-                cache,
-                Path(nvcc),
-                "nvcc",
-                lambda: _run_compiler([nvcc, "--version"]).strip().splitlines()[-1],
-            )
+            else _cached_answer(cache, nvcc, "nvcc", lambda: nvcc_version(nvcc))
         )
+        if options.get(ARCHITECTURES) == "native":
+            identity["cuda_native"] = native_architectures() or "no GPU on this machine"
     return identity
 
 
@@ -375,33 +388,16 @@ def _cached_answer(
     return ask() if cache is None else cache.get(f"toolchain:{question}", real, ask)
 
 
-def _run_compiler(command: list[str]) -> str:
-    try:
-        done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            env={**os.environ, "LC_ALL": "C"},
-        )  # fmt: skip
-    except OSError as error:
-        raise RoutewiseError(
-            f"cannot run {command[0]}: {error.strerror}", "reinstall it"
-        ) from error
-    if done.returncode:
-        raise RoutewiseError(
-            f"{shlex.join(command)} failed:\n    {done.stderr.strip()[-500:]}", "reinstall it"
-        )
-    return done.stdout
-
-
 def _compiler_answer(compiler: Path, native: bool) -> str:
     """Return version and a digest of all macros that the compiler predefines on this host.
 
     For a native build these name every instruction set that the compiler will use.
     """
-    version = _run_compiler([os.fspath(compiler), "--version"]).splitlines()[0]
+    version = run_compiler([os.fspath(compiler), "--version"]).splitlines()[0]
     version = version.split(" ", 1)[-1]  # the first word is how it was called
     macros = [os.fspath(compiler), *(["-march=native"] if native else []), "-O3", "-dM", "-E"]
     try:
-        text = _run_compiler([*macros, "-x", "c", os.devnull])
+        text = run_compiler([*macros, "-x", "c", os.devnull])
     except RoutewiseError:
         if not native:  # else: a compiler without -march=native; the CPU's name is in the digest
             raise
@@ -589,8 +585,14 @@ def _configure(plan: BuildPlan, log: TextIO, log_path: Path, *, anew: bool) -> N
     c, cxx = find_compilers()
     options = {**plan.options, **FIXED_OPTIONS, "CMAKE_MAKE_PROGRAM": _program("ninja")}
     options |= {"CMAKE_C_COMPILER": os.fspath(c), "CMAKE_CXX_COMPILER": os.fspath(cxx)}
+    languages = ["C", "CXX"]
+    if plan.backend == "cuda":
+        nvcc = check_nvcc(plan.name, plan.options[ARCHITECTURES], cxx)
+        options |= {"CMAKE_CUDA_COMPILER": os.fspath(nvcc)}
+        options |= {"CMAKE_CUDA_HOST_COMPILER": os.fspath(cxx)}
+        languages.append("CUDA")
     ccache = shutil.which("ccache")
-    for language in ("C", "CXX"):
+    for language in languages:
         if ccache:
             options[f"CMAKE_{language}_COMPILER_LAUNCHER"] = ccache
     stamp, asked = binary / "routewise-options.json", canonical_json(options)
@@ -640,6 +642,12 @@ def _run_ninja(
     return n_compiled, n_linked
 
 
+_VARIABLES_THAT_MOVE_BITS = (
+    *("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "SOURCE_DATE_EPOCH"),
+    *("CUDAFLAGS", "CUDAARCHS", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "NVCC_CCBIN"),
+)
+
+
 def _start(command: list[str], plan: BuildPlan, stdout: TextIO | int) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
@@ -651,7 +659,7 @@ def _start(command: list[str], plan: BuildPlan, stdout: TextIO | int) -> subproc
         # ccache takes -march=native for the same wherever it is: not across processors.
         "CCACHE_NAMESPACE": f"routewise {_host_cpu() if plan.host else plan.toolchain.get('cpu')}",
     }
-    for variable in ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS", "SOURCE_DATE_EPOCH"):
+    for variable in _VARIABLES_THAT_MOVE_BITS:
         environment.pop(variable, None)  # would move bits that no digest knows of
     return subprocess.Popen(
         command,
@@ -753,6 +761,8 @@ def _install(plan: BuildPlan, part: str, compiled: Compiled) -> dict[str, Any]:
             libraries["libroutewise_shim.so"] = starts[0]
         for name, path in libraries.items():
             install_file(path, beside / "lib" / name, plan.identity)
+        if plan.backend == "cuda":
+            link_toolkit(compiled.bin_dir, beside / "lib")
         for program in programs:
             install_file(compiled.bin_dir / program, beside / "bin" / program, plan.identity)
         document = _document(plan, part, compiled, beside)
@@ -793,13 +803,30 @@ def _document(plan: BuildPlan, part: str, compiled: Compiled, folder: Path) -> d
             **plan.toolchain,
             **({} if plan.host is None else toolchain_identity(plan.options, None, plan.backend)),
         },
-        "compiler": {"c": os.fspath(c), "cxx": os.fspath(cxx)},
-        "cmake": _run_compiler([_program("cmake"), "--version"]).splitlines()[0].split()[-1],
+        "compiler": {"c": os.fspath(c), "cxx": os.fspath(cxx)}
+        | ({"cuda": os.fspath(find_nvcc() or "")} if plan.backend == "cuda" else {}),
+        "cmake": run_compiler([_program("cmake"), "--version"]).splitlines()[0].split()[-1],
         "raw_source_digest": raw_digest(plan.root),
         "n_compiled": compiled.n_compiled,
         "n_linked": compiled.n_linked,
         "build_s": round(compiled.seconds, 3),
     }
+
+
+def link_toolkit(linked: Path, libraries: Path) -> None:
+    """Link what the CUDA backend needs of the toolkit beside it, where its run path looks first.
+
+    So it is the toolkit that it was compiled with, whatever the machine's loader knows of.
+    """
+    nvcc = find_nvcc()
+    backends = sorted(libraries.glob("libggml-cuda.so*"))
+    if nvcc is None or not backends:
+        raise RoutewiseError(
+            f"{linked}: no nvcc or no libggml-cuda.so after a CUDA build", "look into its log"
+        )
+    (libraries / "toolkit").mkdir()
+    for name, path in toolkit_libraries(nvcc, backends[0]).items():
+        (libraries / "toolkit" / name).symlink_to(path)
 
 
 def install_file(path: Path, target: Path, identity: str) -> None:
@@ -808,7 +835,7 @@ def install_file(path: Path, target: Path, identity: str) -> None:
     strip = shutil.which("strip")
     if strip is None:
         raise RoutewiseError("no strip command found", "install binutils")
-    _run_compiler([strip, "-o", os.fspath(target), os.fspath(path)])
+    run_compiler([strip, "-o", os.fspath(target), os.fspath(path)])
     content = target.read_bytes()
     if target.name == "libroutewise_shim.so" and content.count(IDENTITY_PLACEHOLDER.encode()) != 1:
         raise RoutewiseError(
@@ -824,27 +851,9 @@ def needed_libraries(starts: Iterable[Path]) -> dict[str, Path]:
     queue = list(starts)
     while queue:
         path = queue.pop()
-        for name in _needed(path):
+        for name in read_elf(path)[0]:
             beside = path.parent / name
             if name not in found and beside.is_file():
                 found[name] = beside.resolve()
                 queue.append(beside)
     return dict(sorted(found.items()))
-
-
-def _needed(path: Path) -> list[str]:
-    # here, and not above: who only plans a build has no use for it
-    from elftools.common.exceptions import ELFError
-    from elftools.elf.dynamic import DynamicSection
-    from elftools.elf.elffile import ELFFile
-
-    try:
-        with open(path, "rb") as stream:
-            section = ELFFile(stream).get_section_by_name(".dynamic")
-            if not isinstance(section, DynamicSection):
-                return []
-            return [str(getattr(tag, "needed")) for tag in section.iter_tags("DT_NEEDED")]  # noqa: B009
-    except FileNotFoundError as error:
-        raise RoutewiseError(f"{path}: was not built", "look into the build's log") from error
-    except ELFError as error:
-        raise RoutewiseError(f"{path}: not an ELF file ({error})") from error

@@ -60,8 +60,7 @@ def launch_of(cell: ServeCell, inputs: ServeInputs) -> LaunchPlan:
             build=inputs.server / "build.json",
             parallel=cell.parallel,
             # a slot of a shared cache may fill all of it
-            slot_context=cell.settings.context
-            * (cell.parallel if cell.settings.kv_unified else 1),
+            slot_context=cell.settings.context * (cell.parallel if cell.settings.kv_unified else 1),
             on_device=cell.settings.gpu_layers > 0,
         )
     else:
