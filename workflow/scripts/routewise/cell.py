@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from routewise.claim import ClaimSpec, Held
 from routewise.compare import RowSummary
-from routewise.device import identify_device, kind_of_device
+from routewise.device import identify_device, kind_of_device, read_state
 from routewise.engine import Context, Engine, Model, Settings, check_identity, load_engine
 from routewise.errors import RoutewiseError
 from routewise.hold import before_it_is_held, held_for_job, identify_held
@@ -174,7 +174,10 @@ def measure_cell(cell: Cell, inputs: Inputs, output: Path, plain_path: Path | No
     with _held(cell, inputs, table, lines) as (held, device):
         bench = Bench(cell, inputs, device)
         may_measure = held is not None or cell.claim is None
+        units = () if held is None else held.units
+        states = {"start": read_state(cell.device, units) if may_measure else None}
         parts, notes = _gather(bench, table, measure, lines, may_measure)
+        states["end"] = read_state(cell.device, units) if may_measure else None
     rows = pa.concat_tables(parts)
     reasons = sorted({reason for note in notes for reason in note["invalid_reasons"]})
     if plain_bits is not None:
@@ -194,6 +197,7 @@ def measure_cell(cell: Cell, inputs: Inputs, output: Path, plain_path: Path | No
         "prompts": {"name": cell.prompts, "digest": prompt_provenance["prompt_set_digest"]},
         "machine": bench.machine,
         "device": bench.device,
+        "device_state": states,
         "claims": []
         if held is None
         else [{"device": held.device, "wait_s": held.wait_s, "hold_s": held.hold_s}],

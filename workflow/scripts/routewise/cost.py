@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from routewise.claim import ClaimSpec, Held
+from routewise.device import read_state
 from routewise.engine import Context, Settings, check_identity, load_engine
 from routewise.errors import RoutewiseError
 from routewise.hold import held_for_job, identify_held
@@ -197,6 +198,12 @@ def identify_arms(cell: CostCell, claims: Sequence[Held]) -> dict[str, dict[str,
     }
 
 
+def read_states(cell: CostCell, claims: Sequence[Held]) -> dict[str, Any]:
+    """Return the state of each device of the arms now, by device; None where nobody can tell."""
+    held = {one.device: one.units for one in claims}
+    return {arm.device: read_state(arm.device, held.get(arm.claim or "", ())) for arm in cell.arms}
+
+
 @contextmanager
 def _workers(cell: CostCell, model: Path, script: Path) -> Iterator[list[Worker]]:
     with ExitStack() as stack:
@@ -231,6 +238,7 @@ def measure_cost(
         for held in claims:
             os.environ.update(held.environment)  # the workers learn from it which units are theirs
         devices = identify_arms(cell, claims)
+        states = {"start": read_states(cell, claims)}
         workers = stack.enter_context(_workers(cell, model, script))
         started_at = datetime.now(UTC)
         described = {w.arm.route: w.ask({"do": "describe"}) for w in workers}
@@ -256,6 +264,7 @@ def measure_cost(
             samples += taken
             progress.advance(1)
         progress.finish()
+        states["end"] = read_states(cell, claims)
         uncovered = {w.arm.route: w.ask({"do": "uncovered"})["uncovered"] for w in workers}
     columns = {key: [sample[key] for sample in samples] for key in samples[0]}
     provenance = {
@@ -278,6 +287,7 @@ def measure_cost(
         "model": model_record,
         "machine": describe_machine(),
         "device": devices,
+        "device_state": states,
         "claims": [
             {"device": held.device, "wait_s": held.wait_s, "hold_s": held.hold_s} for held in claims
         ],

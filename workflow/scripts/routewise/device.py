@@ -94,7 +94,12 @@ def kinds_of_units(identity: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _ask_nvidia(units: Sequence[str]) -> list[list[str]] | None:
     """Return name, driver and UUID of each GPU, or of some; None without the vendor's tool."""
-    command = ["nvidia-smi", "--query-gpu=name,driver_version,uuid", "--format=csv,noheader"]
+    return _query_nvidia(["name", "driver_version", "uuid"], units)
+
+
+def _query_nvidia(keys: Sequence[str], units: Sequence[str]) -> list[list[str]] | None:
+    """Return these values of each GPU as text without units; None without the vendor's tool."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader,nounits"]
     if units:
         command += ["--id", ",".join(units)]
     try:
@@ -104,6 +109,37 @@ def _ask_nvidia(units: Sequence[str]) -> list[list[str]] | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return [[part.strip() for part in line.split(",")] for line in done.stdout.splitlines()]
+
+
+#: What is asked of a GPU, and the name and type under which a reading has it.
+_STATE: dict[str, tuple[str, type]] = {
+    "clocks.sm": ("sm_clock_mhz", float),
+    "clocks.mem": ("memory_clock_mhz", float),
+    "power.draw": ("power_w", float),
+    "power.limit": ("power_limit_w", float),
+    "pstate": ("performance_state", str),
+    "temperature.gpu": ("temperature_c", float),
+}
+
+
+def read_state(device: str, units: Sequence[str] = ()) -> list[dict[str, Any]] | None:
+    """Return clocks, power and temperature of each GPU now; None where nobody can tell.
+
+    A value that the driver does not have ('[N/A]') is None. ``units`` as in identify_device.
+    """
+    if device != "cuda" or (rows := _query_nvidia(list(_STATE), units)) is None:
+        return None
+    return [
+        {name: _value(text, kind) for text, (name, kind) in zip(row, _STATE.values(), strict=False)}
+        for row in rows
+    ]
+
+
+def _value(text: str, kind: type) -> Any:
+    try:
+        return None if text.startswith("[") else kind(text)
+    except ValueError:
+        return None
 
 
 def _read(path: str) -> str | None:

@@ -22,7 +22,7 @@ import pyarrow as pa
 from routewise.block import Block, Prepared, prepare_round, prompt_refusal
 from routewise.claim import Held
 from routewise.client import Client, Round, is_fair_witness
-from routewise.device import kind_of_device
+from routewise.device import kind_of_device, read_state
 from routewise.digest import digest_of
 from routewise.errors import RoutewiseError
 from routewise.hold import before_it_is_held, held_for_job, identify_held
@@ -128,6 +128,7 @@ def serving_provenance(
         "prompts": {"name": cell.prompts, "digest": prompts["prompt_set_digest"]},
         "machine": job.machine,
         "device": job.device,
+        "device_state": job.states,  # at start and end of each life of a server
         "code_digest": job.inputs.code_digest,
         "inputs": job.inputs.planned,
         "started_at": started_at.isoformat(timespec="seconds"),
@@ -162,6 +163,7 @@ class ServingJob:
         self.refused: list[dict[str, Any]] = []
         self.fragments = list(self._plan())
         self.stops: list[dict[str, Any]] = []
+        self.states: list[dict[str, Any]] = []
         self.rows: dict[str, pa.Table] = {}
         self.notes: dict[str, dict[str, Any]] = {}
         self.progress = Progress(
@@ -262,7 +264,10 @@ class ServingJob:
         missing = [fragment for fragment in self.missing if fragment.block.life == life]
         self.progress.start_at(self.progress.done)  # the wait for the device is no part of the rate
         with self.server(life, held) as server:
+            device, units = self.cell.serving.device, () if held is None else held.units
+            start = read_state(device, units)
             asyncio.run(self._ask_all(server, missing, held, life))
+            self.states.append({"life": life, "start": start, "end": read_state(device, units)})
 
     @contextlib.contextmanager
     def server(self, life: int, held: Held | None, *, logging: bool = False) -> Iterator[Server]:
