@@ -247,6 +247,8 @@ def cost_rows(
                         "other_cpu_share": 0.6 if slow else 0.01,
                         "contended": slow,
                         "clock_mhz": None,
+                        "read_bytes": None,
+                        "copy_bytes_per_s": None,
                     }
                 )
     return pd.DataFrame(rows)

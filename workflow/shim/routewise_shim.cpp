@@ -4,6 +4,8 @@
 // error and not silent garbage. Python loads it with ctypes (routewise/engine.py). One build per
 // process: two builds share their SONAMEs, and the second one loaded would measure the first.
 
+#include "ggml-alloc.h"
+#include "ggml-backend.h"
 #include "ggml.h"
 #include "llama.h"
 
@@ -75,6 +77,49 @@ RW_API int64_t rw_take_log(char * buffer, int64_t capacity) {
     }
     log_text.clear();
     return n_bytes;
+}
+
+// ---- bandwidth
+
+// Copies n_bytes within the memory of the processor, or of the first device, n_rounds times after a
+// warm-up. ns gets the time of each. Returns 0, or what could not be had: 1 a device, 2 its memory.
+RW_API int32_t rw_time_copy(int32_t on_device, int64_t n_bytes, int32_t n_threads, int32_t n_rounds, int64_t * ns) {
+    const ggml_backend_dev_t device =
+        ggml_backend_dev_by_type(on_device ? GGML_BACKEND_DEVICE_TYPE_GPU : GGML_BACKEND_DEVICE_TYPE_CPU);
+    const ggml_backend_t backend = device == nullptr ? nullptr : ggml_backend_dev_init(device, nullptr);
+    if (backend == nullptr) {
+        return 1;
+    }
+    const auto set_n_threads = reinterpret_cast<ggml_backend_set_n_threads_t>(ggml_backend_reg_get_proc_address(
+        ggml_backend_dev_backend_reg(device), "ggml_backend_set_n_threads"));
+    if (set_n_threads != nullptr) {
+        set_n_threads(backend, n_threads);
+    }
+    ggml_init_params params{};
+    params.mem_size             = 16 * ggml_tensor_overhead() + ggml_graph_overhead();
+    params.no_alloc             = true;
+    ggml_context *        held  = ggml_init(params);
+    ggml_tensor *         from  = ggml_new_tensor_2d(held, GGML_TYPE_F32, 1024, n_bytes / 4096);
+    ggml_tensor *         to    = ggml_new_tensor_2d(held, GGML_TYPE_F32, 1024, n_bytes / 4096);
+    ggml_cgraph *         graph = ggml_new_graph(held);
+    ggml_build_forward_expand(graph, ggml_cpy(held, from, to));
+    ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors(held, backend);
+    if (buffer != nullptr) {
+        ggml_backend_buffer_clear(buffer, 1);
+        for (int32_t round = -2; round < n_rounds; ++round) {
+            const auto start = std::chrono::steady_clock::now();
+            ggml_backend_graph_compute(backend, graph);
+            ggml_backend_synchronize(backend);
+            const auto end = std::chrono::steady_clock::now();
+            if (round >= 0) {
+                ns[round] = std::chrono::duration_cast<std::chrono::nanoseconds>(end - start).count();
+            }
+        }
+        ggml_backend_buffer_free(buffer);
+    }
+    ggml_free(held);
+    ggml_backend_free(backend);
+    return buffer == nullptr ? 2 : 0;
 }
 
 // ---- model

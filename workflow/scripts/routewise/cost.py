@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from routewise.claim import ClaimSpec, Held
 from routewise.device import read_state
 from routewise.engine import Context, Settings, check_identity, load_engine
 from routewise.errors import RoutewiseError
+from routewise.gguf_check import GgufHeader, read_header
 from routewise.hold import held_for_job, identify_held
 from routewise.machine import (
     clock_mhz,
@@ -161,7 +163,8 @@ def serve_arm(arm: Arm, model: Path, depth: int, width_max: int, seed: int, pare
         for line in sys.stdin:
             request = json.loads(line)
             if request["do"] == "describe":
-                answer({"build": build, "readback": context.readback})
+                bandwidth = engine.copy_bandwidth(arm.settings.gpu_layers > 0, arm.settings.threads)
+                answer({"build": build, "readback": context.readback, "bandwidth": bandwidth})
             elif request["do"] == "uncovered":
                 answer({"uncovered": engine.uncovered()})
             else:
@@ -204,6 +207,35 @@ def read_states(cell: CostCell, claims: Sequence[Held]) -> dict[str, Any]:
     return {arm.device: read_state(arm.device, held.get(arm.claim or "", ())) for arm in cell.arms}
 
 
+def bytes_read(header: GgufHeader, depth: int, kv_type: str) -> int | None:
+    """Return the bytes that a pass behind ``depth`` tokens must read: weights, keys and values.
+
+    Of an embedding table only some rows are gathered, so it counts only where it is the output
+    head too. None for models of which not every weight is read by every pass (experts), and where
+    the header does not say what the cache holds.
+    """
+    name = header.architecture
+    told = {key.removeprefix(f"{name}."): value for key, value in header.metadata.items()}
+    names = {tensor.name for tensor in header.tensors}
+    n_heads, n_embd = told.get("attention.head_count"), told.get("embedding_length")
+    n_kv = told.get("attention.head_count_kv", n_heads)
+    n_layer = header.n_layer
+    if told.get("expert_count") or not (
+        isinstance(n_layer, int)
+        and isinstance(n_heads, int)
+        and isinstance(n_embd, int)
+        and isinstance(n_kv, int)
+        and n_heads > 0
+    ):
+        return None
+    gathered = {"token_embd.weight"} if "output.weight" in names else set()
+    weights = sum(tensor.n_bytes for tensor in header.tensors if tensor.name not in gathered)
+    head = n_embd // n_heads
+    length = told.get("attention.key_length", head) + told.get("attention.value_length", head)
+    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kv_type.upper()]]
+    return weights + n_layer * depth * n_kv * length * block_bytes // block
+
+
 @contextmanager
 def _workers(cell: CostCell, model: Path, script: Path) -> Iterator[list[Worker]]:
     with ExitStack() as stack:
@@ -242,6 +274,14 @@ def measure_cost(
         workers = stack.enter_context(_workers(cell, model, script))
         started_at = datetime.now(UTC)
         described = {w.arm.route: w.ask({"do": "describe"}) for w in workers}
+        header = read_header(model)
+        floors = {
+            arm.route: {
+                "read_bytes": bytes_read(header, cell.depth, arm.settings.kv_type),
+                "copy_bytes_per_s": described[arm.route]["bandwidth"],
+            }
+            for arm in cell.arms
+        }
         for width in cell.widths:
             for _ in range(cell.warmup):
                 for worker in workers:
@@ -260,6 +300,7 @@ def measure_cost(
                     "contended": share > CONTENDED_CORES,
                     "load_1min": load_1min,
                     "clock_mhz": mhz,
+                    **floors[sample["route"]],
                 }
             samples += taken
             progress.advance(1)

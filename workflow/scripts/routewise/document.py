@@ -585,7 +585,19 @@ def _price(receipt: Mapping[str, Any]) -> list[str]:
         "contended",
         "note",
     )
-    return ["## Price", text, _table(header, rows)]
+    return ["## Price", text, *_floors(receipt), _table(header, rows)]
+
+
+def _floors(receipt: Mapping[str, Any]) -> list[str]:
+    """Return the least times that reading takes, one sentence a route and model."""
+    rows = {(row["route"], row["model"]): row for row in receipt["price"] if row.get("floor_ms")}
+    return [
+        f"- `{route}`, `{model}`: a pass reads {row['read_bytes'] / 1e6:.1f} MB of weights and "
+        f"cache; at {row['copy_gb_per_s']:.3g} GB/s, measured by copies in the same job (read and "
+        f"written), that takes {row['floor_ms']:.3g} ms, {row['floor_ratio']:.2f} of a pass of "
+        "width 1."
+        for (route, model), row in rows.items()
+    ]
 
 
 def _time(row: Mapping[str, Any]) -> str | None:

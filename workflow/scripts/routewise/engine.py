@@ -28,6 +28,9 @@ SHIM = "libroutewise_shim.so"
 _LOADED: dict[str, Engine] = {}
 
 
+#: Copied to measure bandwidth, on the processor and on a device: more than caches hold.
+COPY_BYTES = (256 << 20, 1 << 30)
+_COPY_ROUNDS = 15
 #: More layers than a model has: all of them go to the device.
 ALL_LAYERS = 999
 
@@ -70,6 +73,18 @@ class Engine:
         """Digest the libraries that the kernel says are mapped (not those on the path)."""
         mapped = mapped_libraries()
         return library_fingerprint(mapped, self.identity)
+
+    def copy_bandwidth(self, on_device: bool, threads: int) -> float | None:
+        """Return the bytes a second, read and written, of copies in memory; None without room.
+
+        The memory is the processor's, or that of the first device; the median of several copies.
+        """
+        n_bytes = COPY_BYTES[on_device]
+        times = np.zeros(_COPY_ROUNDS, np.int64)
+        code = self._library.rw_time_copy(
+            on_device, n_bytes, threads, _COPY_ROUNDS, times.ctypes.data
+        )
+        return None if code else 2 * n_bytes / (float(np.median(times)) / 1e9)
 
     def uncovered(self) -> str:
         """Return what a patched build met and does not cover; '' where there is nothing."""
@@ -393,6 +408,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "rw_system_info": (string, []),
         "rw_start": (None, []),
         "rw_take_log": (ctypes.c_int64, [string, ctypes.c_int64]),
+        "rw_time_copy": (integer, [integer, ctypes.c_int64, integer, integer, pointer]),
         "rw_model_open": (pointer, [string, integer]),
         "rw_model_close": (None, [pointer]),
         "rw_n_vocab": (integer, [pointer]),

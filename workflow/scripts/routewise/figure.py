@@ -407,6 +407,8 @@ def draw_price_by_width(cost: pd.DataFrame, study: Mapping[str, Any]) -> Figure:
                 for number, route in enumerate(routes):
                     mine = [row for row in prices if (row["route"], row["model"]) == (route, model)]
                     _curve(panel, mine, key, number, len(routes), widths)
+                    if column == 0:
+                        _floor(panel, mine, number)
                 panel.axhline(1.0, color="0.6", linewidth=0.8, linestyle=(0, (4, 3)), zorder=0)
                 panel.set_xticks(range(len(widths)), [str(width) for width in widths])
                 panel.set_xlim(-0.5, len(widths) - 0.5)
@@ -477,6 +479,15 @@ def _curve(
     )
 
 
+def _floor(panel: Axes, rows: Sequence[Mapping[str, Any]], number: int) -> None:
+    """Draw the least time that reading takes, as a dotted line in the route's colour."""
+    ratios = [row["floor_ratio"] for row in rows if row.get("floor_ratio") is not None]
+    if ratios:
+        panel.axhline(
+            ratios[0], color=_colour(number), linewidth=1.0, linestyle=(0, (1, 2)), zorder=0
+        )
+
+
 def _colour(number: int) -> str:
     return ROUTE_COLOURS[number % len(ROUTE_COLOURS)]
 
@@ -506,6 +517,8 @@ def _price_caption(prices: Sequence[Mapping[str, Any]]) -> str:
         text += f", {contended} contended ones left out"
     if depths:
         text += f"; {' and '.join(str(depth) for depth in depths)} tokens in the cache"
+    if any("floor_ratio" in row for row in prices):
+        text += ".\nDotted: bytes that a pass reads, over the measured bandwidth of a copy"
     return text + ".\nPoints: median over paired rounds; bars: its 95 % interval; bands: quartiles."
 
 

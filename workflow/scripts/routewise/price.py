@@ -73,8 +73,28 @@ def price_rows(
                 row["ratio_to_reference_quartiles"] = versus["ratio_quartiles"]
                 row["n_pairs_reference"] = versus["n_pairs"]
                 row["note"] = _note(row)
+                row |= _floor(mine, own, _samples(samples, route, model, 1))
                 rows.append(row)
     return rows
+
+
+def _floor(mine: pd.DataFrame, own: pd.Series, one: pd.Series) -> dict[str, Any]:
+    """Return the least time that reading takes (ms), and its ratio to the pass of width 1.
+
+    Bytes over the bandwidth of a copy, which was measured in the same job. Empty without both.
+    """
+    if own.empty or one.empty or "read_bytes" not in mine:
+        return {}
+    told = mine[["read_bytes", "copy_bytes_per_s"]].dropna()
+    if told.empty:
+        return {}
+    floor_ms = float((told["read_bytes"] / told["copy_bytes_per_s"]).median() * 1e3)
+    return {
+        "read_bytes": int(told["read_bytes"].iloc[0]),
+        "copy_gb_per_s": float(told["copy_bytes_per_s"].median() / 1e9),
+        "floor_ms": floor_ms,
+        "floor_ratio": floor_ms / float(one.median() / 1e6),
+    }
 
 
 def _samples(samples: pd.Series, route: str | None, model: str, width: int) -> pd.Series:

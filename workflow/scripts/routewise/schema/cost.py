@@ -24,6 +24,8 @@ COST = TableSchema(
             ),  # cores' share used by others
             pa.field("contended", pa.bool_(), nullable=False),
             pa.field("clock_mhz", pa.float64()),  # null where the machine does not tell
+            pa.field("read_bytes", pa.int64()),  # weights and cache that it must read
+            pa.field("copy_bytes_per_s", pa.float64()),  # read and written, on the route's device
         ]
     ),
 )

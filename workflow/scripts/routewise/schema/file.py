@@ -112,6 +112,7 @@ def read_table(path: Path, declared: TableSchema) -> tuple[pa.Table, dict[str, A
             else "move the file away and run the workflow again; the Routewise that wrote it "
             "still reads it",
         )
+    table = _with_later_columns(table, declared)
     if provenance["table"] != declared.name or not table.schema.equals(declared.arrow):
         raise RoutewiseError(
             f"{path}: holds the table {provenance['table']!r}, wanted {declared.name!r} "
@@ -119,6 +120,17 @@ def read_table(path: Path, declared: TableSchema) -> tuple[pa.Table, dict[str, A
             "delete it and run again",
         )
     return table, provenance
+
+
+def _with_later_columns(table: pa.Table, declared: TableSchema) -> pa.Table:
+    """Return a table with nulls in the nullable columns that it was written before."""
+    names = declared.arrow.names
+    later = names[len(table.column_names) :]
+    fields = [declared.arrow.field(name) for name in later]
+    if table.column_names + later == names and all(field.nullable for field in fields):
+        for field in fields:
+            table = table.append_column(field, pa.nulls(table.num_rows, field.type))
+    return table
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
