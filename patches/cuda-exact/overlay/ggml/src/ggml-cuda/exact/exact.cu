@@ -149,6 +149,10 @@ extern "C" int ggml_cuda_exact_max_tokens(void) {
 }
 
 extern "C" const char * ggml_cuda_exact_report(void) {
+    if (ggml_cuda_exact_gaps_seen()) {
+        ggml_cuda_exact_note("the KV cells a token sees are not one run from cell 0 (sliding window, or one cache shared "
+                             "by several sequences): the split that it would have had alone is unknown");
+    }
     report_state &              state = report();
     std::lock_guard<std::mutex> lock(state.mutex);
     return state.texts.empty() ? "" : state.texts.back().c_str();
@@ -174,6 +178,9 @@ bool ggml_cuda_exact_op(const ggml_tensor * op) {
 void ggml_cuda_exact_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph) {
     if (!enabled()) {
         return;
+    }
+    if (ggml_cuda_exact_gaps_seen()) {
+        ggml_cuda_exact_report();  // the note is logged at the next pass
     }
     ggml_cuda_exact_forget_masks(ctx);
     ggml_cuda_exact_forget_activations(ctx);

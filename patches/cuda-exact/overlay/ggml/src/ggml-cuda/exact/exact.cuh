@@ -67,5 +67,16 @@ bool ggml_cuda_exact_mul_mat_vec_q(ggml_backend_cuda_context & ctx, const ggml_t
 // A new graph: activations laid out for the last one are another's now (exact-mmvq.cu)
 void ggml_cuda_exact_forget_activations(ggml_backend_cuda_context & ctx);
 
+// Flash attention where stock's choice for a token alone is its vector kernel (exact-fattn.cu)
+bool ggml_cuda_exact_flash_attn_vec_serves(int device, const ggml_tensor * dst);
+void ggml_cuda_exact_flash_attn_vec(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
+void ggml_cuda_exact_forget_geometry(ggml_backend_cuda_context & ctx);
+
+// True once a query was seen whose visible KV cells are not one run from cell 0
+bool ggml_cuda_exact_gaps_seen();
+
+// In fattn.cu: true if stock's vector kernel serves this op
+bool ggml_cuda_exact_is_vec(int device, const ggml_tensor * dst);
+
 // A new graph: what was known about the masks of the last one no longer holds (exact-attn.cu)
 void ggml_cuda_exact_forget_masks(ggml_backend_cuda_context & ctx);
