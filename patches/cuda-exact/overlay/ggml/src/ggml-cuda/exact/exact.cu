@@ -182,7 +182,7 @@ void ggml_cuda_exact_begin(ggml_backend_cuda_context & ctx, const ggml_cgraph * 
     if (ggml_cuda_exact_gaps_seen()) {
         ggml_cuda_exact_report();  // the note is logged at the next pass
     }
-    ggml_cuda_exact_forget_masks(ctx);
+    ggml_cuda_exact_begin_attention(ctx, cgraph);
     ggml_cuda_exact_forget_activations(ctx);
 
     bool in_pass = false;  // some op of the graph has a shape that tells of 2 to 16 tokens

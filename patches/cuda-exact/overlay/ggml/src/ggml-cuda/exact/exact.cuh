@@ -78,5 +78,5 @@ bool ggml_cuda_exact_gaps_seen();
 // In fattn.cu: true if stock's vector kernel serves this op
 bool ggml_cuda_exact_is_vec(int device, const ggml_tensor * dst);
 
-// A new graph: what was known about the masks of the last one no longer holds (exact-attn.cu)
-void ggml_cuda_exact_forget_masks(ggml_backend_cuda_context & ctx);
+// A new graph: what was known about the masks of the last one no longer holds; whose product is whose (exact-attn.cu)
+void ggml_cuda_exact_begin_attention(ggml_backend_cuda_context & ctx, const ggml_cgraph * cgraph);
