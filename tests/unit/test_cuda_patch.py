@@ -30,9 +30,7 @@ TYPES = ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 
 
 @pytest.fixture(scope="module")
-def tree(
-    repository: Path, real_source: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def tree(repository: Path, real_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of llama.cpp's ggml with the patch."""
     folder = tmp_path_factory.mktemp("cuda") / "tree"
     shutil.copytree(real_source / "ggml", folder / "ggml")
