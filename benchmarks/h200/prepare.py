@@ -48,6 +48,7 @@ def collect_wheels(folder: Path, absent: set[str]) -> None:
         done = subprocess.run(
             [*pip, "download", *quiet, *BOX, *platforms, "-d", folder, wanted],
             capture_output=True,
+            text=True,
         )
         if done.returncode:  # published as source only
             done = subprocess.run(
@@ -64,7 +65,7 @@ def collect_wheels(folder: Path, absent: set[str]) -> None:
 
 def cut(archive: Path, folder: Path, part_bytes: int) -> list[Path]:
     """Cut a file into parts ``<name>.00``, ``.01``, …; return them."""
-    parts = []
+    parts: list[Path] = []
     with archive.open("rb") as source:
         while chunk := source.read(part_bytes):
             part = folder / f"{archive.name}.{len(parts):02}"
@@ -97,8 +98,7 @@ def main(study_path: Path, into: Path, have: Path | None, part_mib: int) -> None
     digests = []
     for name, paths in contents.items():
         archive = into / name
-        mode = "w:xz" if name.endswith("xz") else "w:gz"
-        with tarfile.open(archive, mode) as tar:  # type: ignore[call-overload]
+        with tarfile.open(archive, "w:xz" if name.endswith("xz") else "w:gz") as tar:
             for path in paths:
                 tar.add(path, path.relative_to(ROOT))
             if name.startswith("base"):
