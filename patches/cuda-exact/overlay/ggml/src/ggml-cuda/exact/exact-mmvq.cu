@@ -597,8 +597,8 @@ void * place_of(ggml_backend_cuda_context & ctx, activation_layout layout, const
         if (is_capturing(ctx.stream())) {
             return spare.alloc(size);
         }
-        CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
-        CUDA_CHECK(cudaFree(kept.buffer));
+        // the buffer before is not freed: CUDA graphs that were captured go on using it
+        size        = std::max(size, 2 * kept.size);
         CUDA_CHECK(cudaMalloc(&kept.buffer, size));
         kept.size   = size;
         kept.tensor = nullptr;
