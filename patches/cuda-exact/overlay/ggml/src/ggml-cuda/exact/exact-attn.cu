@@ -63,18 +63,23 @@ const host_mask & look_at(ggml_backend_cuda_context & ctx, const ggml_tensor * m
     }
     const int64_t     n_kv = mask->ne[0];
     const size_t      size = ggml_type_size(mask->type);
-    std::vector<char> row(n_kv * size);
-    host_mask         result;
+    const size_t      row_bytes = n_kv * size;
+    std::vector<char> rows(row_bytes * n_queries * mask->ne[3]);
+    for (int64_t stream = 0; stream < mask->ne[3]; stream++) {
+        CUDA_CHECK(cudaMemcpy2DAsync(rows.data() + stream * n_queries * row_bytes, row_bytes,
+                                     (const char *) mask->data + stream * mask->nb[3], mask->nb[1], row_bytes, n_queries,
+                                     cudaMemcpyDeviceToHost, ctx.stream()));
+    }
+    CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
+    host_mask result;
     for (int64_t stream = 0; stream < mask->ne[3]; stream++) {
         for (int64_t query = 0; query < n_queries; query++) {
-            CUDA_CHECK(cudaMemcpyAsync(row.data(), (const char *) mask->data + stream * mask->nb[3] + query * mask->nb[1],
-                                       row.size(), cudaMemcpyDeviceToHost, ctx.stream()));
-            CUDA_CHECK(cudaStreamSynchronize(ctx.stream()));
+            const char * row = rows.data() + (stream * n_queries + query) * row_bytes;
             int64_t count = 0;
             int64_t end   = 0;
             for (int64_t i = 0; i < n_kv; i++) {
-                const bool hidden = mask->type == GGML_TYPE_F16 ? ((const ggml_fp16_t *) row.data())[i] == 0xfc00 :
-                                                                  ((const float *) row.data())[i] == -INFINITY;
+                const bool hidden = mask->type == GGML_TYPE_F16 ? ((const ggml_fp16_t *) row)[i] == 0xfc00 :
+                                                                  ((const float *) row)[i] == -INFINITY;
                 if (!hidden) {
                     count++;
                     end = i + 1;
@@ -84,7 +89,7 @@ const host_mask & look_at(ggml_backend_cuda_context & ctx, const ggml_tensor * m
                 ggml_cuda_exact_note("the KV cells a token sees are not one run from cell 0 (sliding window, or one cache "
                                      "shared by several sequences): the split that it would have had alone is unknown");
             }
-            result.cells.push_back(std::min<int64_t>(GGML_PAD(std::max<int64_t>(end, 1), KV_PADDING), n_kv));
+            result.cells.push_back(count == end ? std::min<int64_t>(GGML_PAD(std::max<int64_t>(count, 1), KV_PADDING), n_kv) : n_kv);
         }
     }
     return state.masks[mask] = std::move(result);
@@ -245,9 +250,11 @@ bool ggml_cuda_exact_attention_product(ggml_backend_cuda_context & ctx, const gg
             ggml_tensor       cache = of_stream(*src0, is_values ? 0 : 1, cells, stream);
             const ggml_tensor in    = of_query(*src1, query, stream);
             const ggml_tensor out   = of_query(*dst, query, stream);
-            ggml_tensor       in1   = packed(in, is_values ? cells : in.ne[0], from.get());
+            ggml_tensor       in1   = is_values ? packed(in, cells, from.get()) : in;  // a query keeps its strides
             ggml_tensor       out1  = packed(out, is_values ? out.ne[0] : cells, to.get());
-            copy_heads(in, in1, in1.ne[0], ctx.stream());
+            if (is_values) {
+                copy_heads(in, in1, cells, ctx.stream());
+            }
             out1.src[0] = &cache;
             out1.src[1] = &in1;
             stock(ctx, &cache, &in1, &out1);

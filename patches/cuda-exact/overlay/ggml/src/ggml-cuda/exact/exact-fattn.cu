@@ -144,9 +144,11 @@ struct geometry_key {
     const void *        kernel;
     int64_t             n_kv;
     int64_t             n_queries;
+    int64_t             n_heads;  // layers may differ
 
     bool operator==(const geometry_key & other) const {
-        return mask == other.mask && kernel == other.kernel && n_kv == other.n_kv && n_queries == other.n_queries;
+        return mask == other.mask && kernel == other.kernel && n_kv == other.n_kv &&
+               n_queries == other.n_queries && n_heads == other.n_heads;
     }
 };
 
@@ -250,8 +252,10 @@ int per_sm_of(fattn_kernel_t kernel) {
 int max_parts_of(int64_t n_kv, int n_heads, int D, int per_sm, int n_sm) {
     static std::map<std::array<int64_t, 5>, int> known;
     int & n = known[{ n_kv, n_heads, D, per_sm, n_sm }];
-    for (int64_t cells = KV_PADDING; n == 0 || cells <= n_kv; cells += KV_PADDING) {
-        n = std::max(n, parts_alone(std::min(cells, n_kv), n_heads, D, per_sm, n_sm));
+    if (n == 0) {
+        for (int64_t cells = KV_PADDING; cells <= n_kv; cells += KV_PADDING) {
+            n = std::max(n, parts_alone(cells, n_heads, D, per_sm, n_sm));
+        }
     }
     return n;
 }
@@ -299,7 +303,7 @@ void ggml_cuda_exact_flash_attn_vec(ggml_backend_cuda_context & ctx, ggml_tensor
     if (state.device == nullptr && capture == cudaStreamCaptureStatusNone) {
         CUDA_CHECK(cudaMalloc(&state.device, MAX_KEYS * KEY_INTS * sizeof(int)));
     }
-    const geometry_key key = { mask, (const void *) kernel, n_kv, n_queries };
+    const geometry_key key = { mask, (const void *) kernel, n_kv, n_queries, n_heads };
     const size_t at = std::find(state.keys.begin(), state.keys.end(), key) - state.keys.begin();
     ggml_cuda_pool_alloc<int> spare(ctx.pool());
     const bool keep     = state.device != nullptr && at < MAX_KEYS && ctx.curr_stream_no == 0;
